@@ -1,0 +1,1 @@
+"""The training system: run config, data, optimiser, trainer, checkpoints, tracking, evaluation, plots."""

@@ -1,0 +1,1 @@
+"""How a run is started: the command line, local processes and Slurm."""
