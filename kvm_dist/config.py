@@ -1,9 +1,10 @@
 """The run configuration: one frozen type per top-level key. Imports no torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.config import ModelConfig
 from parallel.config import FrozenConfig, ParallelConfig
@@ -14,14 +15,23 @@ class DataConfig(FrozenConfig):
 
     path: Path = Field(Path("data/corpus"), description="folder of prepared shards")
     source: str | None = Field(
-        None, description="prepared on first use: a file or folder, or 'python-stdlib'; null: `path` must exist"
+        None,
+        description="prepared on first use: a file or folder, or 'python-stdlib'; null: `path` must exist",
     )
-    tokenizer: str = Field("bytes", description="bytes, rwkv-world, or a Hugging Face tokenizer folder or name")
+    tokenizer: str = Field(
+        "bytes", description="bytes, rwkv-world, or a Hugging Face tokenizer folder or name"
+    )
     sequence_length: int = Field(2048, ge=1, description="tokens of a sequence")
-    shuffle_tokens: int = Field(32_000_000, ge=1, description="tokens shuffled together; also what a seek reads")
+    shuffle_tokens: int = Field(
+        32_000_000, ge=1, description="tokens shuffled together; also what a seek reads"
+    )
     workers: int = Field(0, ge=0, description="loader processes a rank; changes no result")
-    damaged_shards_allowed: int = Field(0, ge=0, description="damaged shards masked and counted before the run stops")
-    validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of documents held out at preparation")
+    damaged_shards_allowed: int = Field(
+        0, ge=0, description="damaged shards masked and counted before the run stops"
+    )
+    validation_fraction: float = Field(
+        0.05, gt=0, lt=1, description="share of documents held out at preparation"
+    )
 
 
 class OptimizerConfig(FrozenConfig):
@@ -64,11 +74,29 @@ class TrackingConfig(FrozenConfig):
     uri: str | None = Field(None, description="null: sqlite:///RUN_ROOT/mlflow.db")
     experiment: str = "kvm-dist"
 
+    @field_validator("uri")
+    @classmethod
+    def _uri_is_a_store_without_secrets(cls, uri: str | None) -> str | None:
+        if uri is None:
+            return uri
+        scheme, separator, rest = uri.partition("://")
+        if not separator or scheme == "file":
+            raise ValueError(
+                "tracking.uri must be a database or a server: MLflow keeps no folders any more; "
+                "use sqlite:///PATH/mlflow.db or http://HOST:PORT"
+            )
+        if "@" in rest.partition("/")[0]:
+            raise ValueError(
+                "tracking.uri holds a user name or password, which would be stored with the run; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) instead"
+            )
+        return uri
+
 
 class EvaluationConfig(FrozenConfig):
     every_steps: int = Field(500, ge=1)
     validation_sequences: int = Field(64, ge=0, description="0: no validation")
-    sample_prompts: list[str] = []
+    sample_prompts: list[str] = Field(default=[], description="texts to continue at every evaluation")
     sample_tokens: int = Field(128, ge=1)
     sample_temperature: float = Field(0.8, ge=0, description="0: greedy")
 
@@ -106,13 +134,39 @@ class RunConfig(FrozenConfig):
         return self.tracking.uri or f"sqlite:///{self.run_root / 'mlflow.db'}"
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> "RunConfig":
+    def _keys_agree(self) -> "RunConfig":
+        problems = [*self._batch_problems(), *self._sequence_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _batch_problems(self) -> Iterator[str]:
         parts = self.parallel.data * self.train.accumulation
         if self.train.batch_sequences % parts:
-            low = self.train.batch_sequences // parts * parts
-            wanted = " or ".join(str(n) for n in (low, low + parts) if n)
-            raise ValueError(
+            yield (
                 f"train.batch_sequences={self.train.batch_sequences} is not divisible by parallel.data x "
-                f"train.accumulation = {self.parallel.data} x {self.train.accumulation}; use {wanted}"
+                f"train.accumulation = {self.parallel.data} x {self.train.accumulation}; use "
+                f"{_nearest_multiples(self.train.batch_sequences, parts)}"
             )
-        return self
+
+    def _sequence_problems(self) -> Iterator[str]:
+        ranks = self.parallel.sequence
+        if ranks == 1:
+            return
+        if "full_attention" in self.model.layer_kinds:
+            yield (
+                f"model.layers={self.model.layers} with parallel.sequence={ranks}: full_attention cannot be "
+                "split along the sequence yet; use parallel.sequence=1 (and parallel.data for more processes)"
+            )
+        multiple = ranks * self.model.position_multiple
+        if self.data.sequence_length % multiple:
+            yield (
+                f"data.sequence_length={self.data.sequence_length} is not divisible by {multiple} = "
+                f"parallel.sequence x {self.model.position_multiple} (the block of model.layers); "
+                f"use {_nearest_multiples(self.data.sequence_length, multiple)}"
+            )
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    low = value // step * step
+    return " or ".join(str(multiple) for multiple in (low, low + step) if multiple)

@@ -1,5 +1,6 @@
 """What a model is made of: one frozen type per layer kind and the layer pattern. Imports no torch."""
 
+import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -12,7 +13,11 @@ class LayerConfig(FrozenConfig):
     """Settings of one layer kind; `implementation` names its class as `module:Class`."""
 
     implementation: ClassVar[str]
-    position_multiple: ClassVar[int] = 1  # shards of a sequence must start at multiples of this
+
+    @property
+    def position_multiple(self) -> int:
+        """Shards of a sequence must start at multiples of this."""
+        return 1
 
 
 class KVMConfig(LayerConfig):
@@ -33,6 +38,10 @@ class KVMConfig(LayerConfig):
     value_radius: bool = True
     backend: Literal["auto", "reference", "torch", "triton"] = "auto"
 
+    @property
+    def position_multiple(self) -> int:
+        return self.chunk
+
 
 class RWKV7Config(LayerConfig):
     """RWKV-7: a linear recurrence with a generalised delta rule."""
@@ -44,6 +53,10 @@ class RWKV7Config(LayerConfig):
     rate_rank: int | None = Field(None, ge=1, description="null: 1.8*sqrt(d) rounded to 32")
     value_rank: int | None = Field(None, ge=1, description="null: 1.3*sqrt(d) rounded to 32")
     gate_rank: int | None = Field(None, ge=1, description="null: 0.6*d^0.8 rounded to 32")
+
+    @property
+    def position_multiple(self) -> int:
+        return 32  # the block of the chunk form in matmuls
 
 
 class SlidingWindowConfig(LayerConfig):
@@ -73,7 +86,9 @@ class ModelConfig(FrozenConfig):
     head_dim: int | None = Field(None, ge=1, description="null: hidden_size / num_heads")
     layers: list[str] = Field(["kvm", "rwkv7"], min_length=1, description="pattern of layer kinds")
     ffn_expansion: float = Field(4.0, gt=0)
-    residual_scale: float | None = Field(None, gt=0, description="null: 12 / num_layers, 1 at most (CompleteP)")
+    residual_scale: float | None = Field(
+        None, gt=0, description="null: 12 / num_layers, 1 at most (CompleteP)"
+    )
     rotary_base: float = Field(10_000.0, gt=0)
     base_width: int = Field(768, ge=1, description="width at which learning rate and decay are given (muP)")
     value_residual: bool = True
@@ -102,6 +117,11 @@ class ModelConfig(FrozenConfig):
         """The kind of every layer, first to last."""
         return [self.layers[index % len(self.layers)] for index in range(self.num_layers)]
 
+    @property
+    def position_multiple(self) -> int:
+        """Shards of a sequence must start at multiples of this: whole blocks of every kind in use."""
+        return math.lcm(*(self.layer_config(kind).position_multiple for kind in set(self.layer_kinds)))
+
     def layer_config(self, kind: str) -> LayerConfig:
         config: Any = getattr(self, kind)
         return config
@@ -110,7 +130,11 @@ class ModelConfig(FrozenConfig):
     def known_kinds(cls) -> list[str]:
         """Kinds are the fields whose type is a LayerConfig: adding a field adds a kind."""
         fields = cls.model_fields.items()
-        return [name for name, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, LayerConfig)]
+        return [
+            name
+            for name, f in fields
+            if isinstance(f.annotation, type) and issubclass(f.annotation, LayerConfig)
+        ]
 
     @model_validator(mode="after")
     def _layers_are_known(self) -> "ModelConfig":
