@@ -1,1 +1,1 @@
-"""How work is split: world, mesh, collectives, sequence transport and the training engine. Knows tensors, no model."""
+"""How work is split: world, mesh, collectives, sequence transport, engine. Knows tensors, no model."""

@@ -1,4 +1,4 @@
-"""What a layer may ask of the tokens before its own, whoever holds them: nobody, a cache, or the rank before."""
+"""What a layer may ask of the tokens before its own, whoever holds them: nobody, a cache, or a rank."""
 
 from typing import Any, Protocol
 
@@ -8,9 +8,9 @@ from torch import Tensor
 class Exchange(Protocol):
     """Raw, non-differentiable point-to-point transport between neighbours along the sequence.
 
-    Used inside one autograd Function, which orders its own messages (the KVM hand-over). Sends return at once
-    and keep their buffers until `drain`; receives block, at most the group's time-out. Messages of one direction
-    between two ranks arrive in the order sent, and `name` must agree on both sides.
+    Used inside one autograd Function, which orders its own messages (the KVM hand-over). Sends return at
+    once and keep their buffers until `drain`; receives block, at most the group's time-out. Messages of one
+    direction between two ranks arrive in the order sent, and `name` must agree on both sides.
     """
 
     has_previous: bool
@@ -55,18 +55,19 @@ class SequenceContext(Protocol):
     def halo(self, name: str, tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
         """The `count` tokens before the local ones.
 
-        tensors: each [B, T, ...]. Returns for each the last min(count, start) earlier tokens [B, n, ...], n = 0
-        at the start of the sequence. Differentiable: the gradient goes back to the rank that holds the tokens.
+        tensors: each [B, T, ...]. Returns for each the last min(count, start) earlier tokens [B, n, ...],
+        n = 0 at the start of the sequence. Differentiable: the gradient goes back to the rank that holds the
+        tokens; so use the result (concatenate it) also when n = 0.
         """
         ...
 
     def receive(self, name: str, zeros: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The recurrent state before the local tokens, or `zeros` at the start of the sequence. Differentiable."""
+        """The state before the local tokens, or `zeros` at the start of the sequence. Differentiable."""
         ...
 
     def send(self, name: str, state: tuple[Tensor, ...], tie: Tensor) -> Tensor:
-        """Hand on the state after the local tokens. Use the returned `tie` in place of the one given: it keeps the
-        send in the autograd graph, so that the gradient of the state comes back."""
+        """Hand on the state after the local tokens. Use the returned `tie` in place of the one given: it
+        keeps the send in the autograd graph, so that the gradient of the state comes back."""
         ...
 
     def load(self, name: str) -> Any:
@@ -84,7 +85,7 @@ class SequenceContext(Protocol):
 
 
 class WholeSequence:
-    """The context of a sequence that starts here and lives on one rank: nothing comes before, nothing is kept."""
+    """The context of a sequence that starts here and lives on one rank: nothing before, nothing kept."""
 
     start = 0
     exchange: Exchange = NoExchange()

@@ -1,0 +1,86 @@
+"""The data x sequence grid of ranks, sequence innermost."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel.config import ParallelConfig
+from parallel.world import World
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place. Rank = data_rank * sequence_size + sequence_rank.
+
+    forward, backward: process groups of this row of sequence ranks, one per direction of travel; None when
+    sequence_size is 1. timeout_seconds: their longest wait.
+    """
+
+    world: World
+    data_rank: int
+    data_size: int
+    sequence_rank: int
+    sequence_size: int
+    timeout_seconds: float
+    forward: dist.ProcessGroup | None = None
+    backward: dist.ProcessGroup | None = None
+
+    @classmethod
+    def build(cls, world: World, config: ParallelConfig) -> "Mesh":
+        """Collective: every rank creates the groups of all rows, in one order."""
+        if world.size != config.world_size:
+            raise ValueError(
+                f"a mesh of {config.data} x {config.sequence} needs {config.world_size} ranks, "
+                f"the world has {world.size}"
+            )
+        data_rank, sequence_rank = divmod(world.rank, config.sequence)
+        forward, backward = _relay_groups(world, config)
+        return cls(
+            world=world,
+            data_rank=data_rank,
+            data_size=config.data,
+            sequence_rank=sequence_rank,
+            sequence_size=config.sequence,
+            timeout_seconds=config.timeout_seconds,
+            forward=forward,
+            backward=backward,
+        )
+
+    def global_rank(self, sequence_rank: int) -> int:
+        """The rank in the world of a sequence rank of this row."""
+        if not 0 <= sequence_rank < self.sequence_size:
+            raise ValueError(f"sequence rank {sequence_rank}: wanted 0 <= rank < {self.sequence_size}")
+        return self.data_rank * self.sequence_size + sequence_rank
+
+    @property
+    def previous_rank(self) -> int | None:
+        """World rank that holds the tokens before; None on the first."""
+        return self.world.rank - 1 if self.sequence_rank > 0 else None
+
+    @property
+    def next_rank(self) -> int | None:
+        """World rank that holds the tokens after; None on the last."""
+        return self.world.rank + 1 if self.sequence_rank < self.sequence_size - 1 else None
+
+
+def _relay_groups(
+    world: World, config: ParallelConfig
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Own groups, so that no message waits behind a collective or behind the other direction."""
+    if config.sequence == 1:
+        return None, None
+    mine: list[dist.ProcessGroup] = []
+    for first in range(0, world.size, config.sequence):
+        row = list(range(first, first + config.sequence))
+        for _ in ("forward", "backward"):
+            group = dist.new_group(
+                row, timeout=timedelta(seconds=config.timeout_seconds), backend=world.backend
+            )
+            if world.rank in row:
+                assert isinstance(group, dist.ProcessGroup), "a member of a group gets the group"
+                mine.append(group)
+    for group in mine:
+        dist.all_reduce(torch.zeros(1, device=world.device), group=group)  # connects before the first message
+    return mine[0], mine[1]

@@ -1,0 +1,152 @@
+"""Real gloo ranks on this machine, for tests."""
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from parallel.config import ParallelConfig
+from parallel.world import join_world, leave_world
+
+
+class RankFailure(AssertionError):
+    """A rank raised, ended or did not answer; the message holds its traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
+    """`function(world, *args)` on `size` fresh ranks; their results in rank order. See `Ranks`."""
+    with Ranks(size) as ranks:
+        return ranks.run(function, *args, timeout_seconds=timeout_seconds)
+
+
+class Ranks:
+    """`size` processes that have joined one gloo world and run functions until closed.
+
+    Functions and arguments are pickled, so functions live at the top of a module. The start costs seconds:
+    share one set between tests. After a failure the set is dead; `run` starts a new one.
+    """
+
+    def __init__(self, size: int, *, group_timeout_seconds: float = 60) -> None:
+        self.size = size
+        self.group_timeout_seconds = group_timeout_seconds
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[Any]:
+        """Each rank's `function(world, *args)`, in rank order.
+
+        Raises RankFailure with the rank and its traceback at the first failure, or when a rank has not
+        answered in time; either kills all.
+        """
+        if not self._processes:
+            self._start()
+            timeout_seconds += 60  # imports on a busy machine
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        try:
+            return self._collect(time.monotonic() + timeout_seconds, timeout_seconds)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End the ranks in order; raises RankFailure if one does not exit with 0."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(30)
+        codes = [process.exitcode for process in self._processes]
+        self._kill()
+        if any(codes):
+            raise RankFailure(f"exit codes of the ranks: {codes}, wanted 0")
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, port, self.group_timeout_seconds, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, deadline: float, timeout_seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            waiting = {self._pipes[rank]: rank for rank in range(self.size) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"no answer from rank {sorted(waiting.values())} in {timeout_seconds:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                results[waiting[pipe]] = self._answer(waiting[pipe], pipe)
+        return [results[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int, pipe: Connection) -> Any:
+        try:
+            succeeded, payload = pipe.recv()
+        except EOFError:
+            self._processes[rank].join(5)
+            raise RankFailure(f"rank {rank} ended with code {self._processes[rank].exitcode}") from None
+        if not succeeded:
+            raise RankFailure(f"rank {rank} failed:\n{payload}")
+        return torch.load(io.BytesIO(payload), weights_only=False)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, size: int, port: int, group_timeout_seconds: float, pipe: Connection) -> None:
+    """The body of one rank: join, run what comes through the pipe, leave."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        config = ParallelConfig(data=size, threads_per_rank=1, timeout_seconds=group_timeout_seconds)
+        world = join_world(config, "cpu")
+        while (task := pipe.recv()) is not None:
+            function, args = task
+            buffer = io.BytesIO()  # tensors as bytes: torch's own sharing ties them to this process's life
+            torch.save(function(world, *args), buffer)
+            pipe.send((True, buffer.getvalue()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    leave_world()
