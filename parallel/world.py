@@ -50,8 +50,8 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
     if placement.size != config.world_size:
         raise ValueError(
             f"parallel.data={config.data} x parallel.sequence={config.sequence} wants {config.world_size} "
-            f"ranks but {_launcher_in_words(placement)} {placement.size}; change the degrees or start as many "
-            "processes"
+            f"ranks but {_launcher_in_words(placement)} {placement.size}; change the degrees, or start as "
+            "many processes"
         )
     torch_device = _device(device, placement)
     backend = (

@@ -1,0 +1,161 @@
+"""Messages between neighbours along the sequence: in order, named, never blocking the sender."""
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Mesh
+
+_ALIGNMENT = 16  # bytes; every packed tensor starts where any dtype may
+_LABEL_BYTES = 256
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way: the buffers must live until `work` is done."""
+
+    name: str
+    to: int
+    works: tuple[dist.Work, ...]
+    buffers: tuple[Tensor, ...]
+
+
+class RankExchange:
+    """The `Exchange` over process groups, one per direction.
+
+    Messages are matched by order. check_names (default: on gloo) sends a label before each message, so that
+    ranks whose order has diverged get a ValueError that names both messages instead of each other's bytes.
+
+    A receive raises TimeoutError or ConnectionError naming peer, message and direction.
+    """
+
+    def __init__(self, mesh: Mesh, *, check_names: bool | None = None) -> None:
+        if mesh.forward is None or mesh.backward is None:
+            raise ValueError("parallel.sequence=1 has no neighbours to exchange with; use NoExchange")
+        self._mesh = mesh
+        self._forward, self._backward = mesh.forward, mesh.backward
+        self._check_names = mesh.world.backend == "gloo" if check_names is None else check_names
+        self._sent: list[_Sent] = []
+        self.has_previous = mesh.previous_rank is not None
+        self.has_next = mesh.next_rank is not None
+        self.bytes_sent = 0
+
+    def send_next(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+        self._send(name, tensors, self._mesh.next_rank, self._forward)
+
+    def send_previous(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+        self._send(name, tensors, self._mesh.previous_rank, self._backward)
+
+    def receive_previous(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._receive(name, like, self._mesh.previous_rank, self._forward, "forward")
+
+    def receive_next(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._receive(name, like, self._mesh.next_rank, self._backward, "backward")
+
+    def drain(self) -> None:
+        """Wait until every message has left; frees the buffers. Call it at the end of a step."""
+        sent, self._sent = self._sent, []
+        for message in sent:
+            for work in message.works:
+                self._wait(work, f"rank {message.to} has not taken {message.name!r}")
+
+    def _send(self, name: str, tensors: tuple[Tensor, ...], to: int | None, group: dist.ProcessGroup) -> None:
+        assert to is not None, f"{name}: no neighbour on that side"
+        payload = _packed(tensors)
+        buffers = (payload,) if payload.numel() else ()
+        if self._check_names:
+            buffers = (_label(name, payload.numel(), self._mesh.world.device), *buffers)
+        works: list[dist.Work] = []
+        for buffer in buffers:
+            work = dist.isend(buffer, to, group=group)
+            assert work is not None, "a member of the group gets a handle"
+            works.append(work)
+        self._sent.append(_Sent(name, to, tuple(works), buffers))
+        self.bytes_sent += payload.numel()
+
+    def _receive(
+        self,
+        name: str,
+        like: tuple[Tensor, ...],
+        source: int | None,
+        group: dist.ProcessGroup,
+        direction: str,
+    ) -> tuple[Tensor, ...]:
+        assert source is not None, f"{name}: no neighbour on that side"
+        expected = sum(_padded_bytes(tensor) for tensor in like)
+        if self._check_names:
+            label = torch.empty(_LABEL_BYTES, dtype=torch.uint8, device=self._mesh.world.device)
+            self._take(label, name, source, group, direction)
+            _check_label(label, name, expected, source, direction)
+        payload = torch.empty(expected, dtype=torch.uint8, device=self._mesh.world.device)
+        if expected:
+            self._take(payload, name, source, group, direction)
+        return _unpacked(payload, like)
+
+    def _take(self, buffer: Tensor, name: str, source: int, group: dist.ProcessGroup, direction: str) -> None:
+        work = dist.irecv(buffer, source, group=group)
+        assert work is not None, "a member of the group gets a handle"
+        self._wait(work, f"nothing came from rank {source} for {name!r} ({direction})")
+
+    def _wait(self, work: dist.Work, problem: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self._mesh.timeout_seconds))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            here = f"sequence rank {self._mesh.sequence_rank} (rank {self._mesh.world.rank})"
+            if "timed out" in reason.lower() or "timeout" in reason.lower():
+                raise TimeoutError(
+                    f"{here}: {problem} in {self._mesh.timeout_seconds:g} s (parallel.timeout_seconds)"
+                ) from error
+            raise ConnectionError(f"{here}: {problem}: {reason}") from error
+
+
+def _padded_bytes(tensor: Tensor) -> int:
+    return math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed(tensors: tuple[Tensor, ...]) -> Tensor:
+    """All tensors as one new byte buffer [bytes]."""
+    device = tensors[0].device if tensors else None
+    payload = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
+    offset = 0
+    for tensor in tensors:
+        _part(payload, offset, tensor).copy_(tensor.detach())
+        offset += _padded_bytes(tensor)
+    return payload
+
+
+def _unpacked(payload: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensors: list[Tensor] = []
+    offset = 0
+    for tensor in like:
+        part = _part(payload, offset, tensor)
+        tensors.append(part if len(like) == 1 else part.clone())  # own storage each, as autograd expects
+        offset += _padded_bytes(tensor)
+    return tuple(tensors)
+
+
+def _part(payload: Tensor, offset: int, like: Tensor) -> Tensor:
+    """The bytes from `offset` on as a tensor of the shape and dtype of `like`."""
+    return payload[offset : offset + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _label(name: str, payload_bytes: int, device: torch.device) -> Tensor:
+    """`bytes name`, cut and padded to a fixed length."""
+    text = f"{payload_bytes} {name}".encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def _check_label(label: Tensor, name: str, expected: int, source: int, direction: str) -> None:
+    if torch.equal(label, _label(name, expected, label.device)):
+        return
+    size, _, came = bytes(label.tolist()).rstrip(b"\0").decode(errors="replace").partition(" ")
+    raise ValueError(
+        f"the ranks' order of messages has diverged ({direction}): wanted {name!r} of {expected} bytes from "
+        f"rank {source}, got {came!r} of {size} bytes; every rank must run the same layers in the same order "
+        "on shards of the same batch"
+    )
