@@ -1,0 +1,157 @@
+"""`kvm_attention`: checks what it is given and picks the backend. Nothing else does either."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from models.budget import SlotBudget
+from models.kvm.layout import KVMSettings, slots_covering, tokens_covered, window_start
+from models.kvm.reference import Parameters, kvm_reference
+from models.kvm.state import KVMState, accumulation_dtype
+from parallel.sequence.context import Exchange, NoExchange
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+
+
+def kvm_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merge_gate: Tensor | None,
+    key_norm_weight: Tensor,
+    key_norm_bias: Tensor,
+    state_temperature: Tensor | None = None,
+    window_temperature: Tensor | None = None,
+    *,
+    budget: SlotBudget,
+    chunk: int = 256,
+    window_chunks: int = 2,
+    sinks: int = 1,
+    rotary_dims: int = 0,
+    max_slots: int | None = None,
+    gate_appends: bool = False,
+    gate_first_state: bool = False,
+    value_radius: bool = True,
+    state: KVMState | None = None,
+    return_state: bool = False,
+    backend: Backend = "auto",
+    exchange: Exchange = NoExchange(),  # noqa: B008
+    start: int = 0,
+) -> tuple[Tensor, KVMState | None]:
+    """Key-Value Means attention (arXiv 2605.09877): one softmax over a block window and growing state.
+
+    q, k, v: [B, T, H, D], normed per head and rotated in their first `rotary_dims` dims.
+    merge_gate: [B, T, H], positive, or None for no gate.
+    key_norm_weight, key_norm_bias: [D] of the state key norm.
+    state_temperature, window_temperature: [H] inverse temperatures, or None for 1.
+    state: goes on after an earlier call; return_state: also return what the next call needs (else None).
+    exchange: neighbours along the sequence. The tokens are then a chunk-aligned shard whose first position is
+        `start`; the window and state before it come from the rank before, those after it go to the next.
+
+    Returns the output [B, T, H, D] and the state. Raises ValueError for shapes or settings that do not fit.
+    """
+    settings = KVMSettings(
+        budget,
+        chunk,
+        window_chunks,
+        sinks,
+        rotary_dims,
+        max_slots,
+        gate_appends,
+        gate_first_state,
+        value_radius,
+    )
+    temperatures = {"state_temperature": state_temperature, "window_temperature": window_temperature}
+    _check_tensors(
+        q,
+        k,
+        v,
+        merge_gate,
+        {"key_norm_weight": key_norm_weight, "key_norm_bias": key_norm_bias},
+        temperatures,
+    )
+    if rotary_dims >= q.shape[3]:
+        raise ValueError(
+            f"rotary_dims={rotary_dims}: want less than the head width {q.shape[3]}, or no dim is left"
+        )
+    if state is not None:
+        _check_state(state, q, merge_gate, settings)
+    chosen = _backend(backend)
+    parameters = Parameters(key_norm_weight, key_norm_bias, state_temperature, window_temperature)
+    if chosen == "reference" and not (exchange.has_previous or exchange.has_next):
+        output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
+        return output, after if return_state else None
+    raise ValueError(f"backend={backend!r} does not run on a shard of a sequence; use backend='torch'")
+
+
+def _backend(backend: str) -> str:
+    if backend not in ("auto", "reference", "torch", "triton"):
+        raise ValueError(f"backend={backend!r}: want 'auto', 'reference', 'torch' or 'triton'")
+    if backend == "triton":
+        raise ValueError("backend='triton': there are no KVM kernels yet; use 'auto' or 'torch'")
+    return "reference"
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merge_gate: Tensor | None,
+    per_dim: dict[str, Tensor],
+    per_head: dict[str, Tensor | None],
+) -> None:
+    if q.dim() != 4 or 0 in q.shape:
+        raise ValueError(f"q has shape {list(q.shape)}: want [B, T, H, D], none of them 0")
+    batch, tokens, heads, width = q.shape
+    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("k", k, (batch, tokens, heads, width)),
+        ("v", v, (batch, tokens, heads, width)),
+        ("merge_gate", merge_gate, (batch, tokens, heads)),
+        *((name, tensor, (width,)) for name, tensor in per_dim.items()),
+        *((name, tensor, (heads,)) for name, tensor in per_head.items()),
+    ]
+    for name, tensor, shape in wanted:
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: want {list(shape)} beside q {list(q.shape)}"
+            )
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}: want a floating-point dtype")
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: move them to one device")
+    if not k.dtype == v.dtype == q.dtype:
+        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}: want one dtype")
+
+
+def _check_state(state: KVMState, q: Tensor, merge_gate: Tensor | None, settings: KVMSettings) -> None:
+    """A state made under other settings has other shapes: they are functions of the position."""
+    batch, _, heads, width = q.shape
+    position = state.position
+    slots = slots_covering(settings, tokens_covered(settings, position))
+    window = position - window_start(settings, position)
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "state.keys": (state.keys, (batch, heads, slots, width)),
+        "state.values": (state.values, (batch, heads, slots, width)),
+        "state.radii": (state.radii, (batch, heads, slots)),
+        "state.counts": (state.counts, (batch, heads, slots)),
+        "state.window_keys": (state.window_keys, (batch, window, heads, width)),
+        "state.window_values": (state.window_values, (batch, window, heads, width)),
+        "state.window_gate": (state.window_gate, (batch, window, heads)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: want {list(shape)} at position {position}; "
+                "go on with the batch and the settings the state was made with"
+            )
+    if (state.radii is None) == settings.value_radius:
+        raise ValueError(
+            f"state holds {'counts' if state.radii is None else 'radii'} but value_radius="
+            f"{settings.value_radius}; go on with the settings the state was made with"
+        )
+    if (state.window_gate is None) != (merge_gate is None):
+        raise ValueError("merge_gate: give it in every call of a sequence or in none")
+    if state.keys.dtype != accumulation_dtype(q.dtype):
+        raise ValueError(
+            f"state.keys has dtype {state.keys.dtype}: want {accumulation_dtype(q.dtype)} for {q.dtype}"
+        )

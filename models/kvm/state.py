@@ -1,0 +1,36 @@
+"""What a KVM layer keeps of the tokens it has seen."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVMState:
+    """Slots and window after `position` tokens: enough to go on, by one token or by many.
+
+    Slots (m) are running sums in float32 (float64 for float64 inputs), sinks first. Gradients flow through all
+    of it. The window holds the tokens that are not folded in yet, or that the next block still reads.
+    """
+
+    keys: Tensor  # [B, H, m, D] sums of normed keys
+    values: Tensor  # [B, H, m, D] sums of values
+    radii: Tensor | None  # [B, H, m] length of the value that opened the slot; None when value_radius=False
+    counts: Tensor | None  # [B, H, m] tokens summed into the slot; None when value_radius=True
+    window_keys: Tensor  # [B, W, H, D]
+    window_values: Tensor  # [B, W, H, D]
+    window_gate: Tensor | None  # [B, W, H]; None when the layer has no merge gate
+    position: int
+
+    @property
+    def magnitudes(self) -> Tensor:
+        """[B, H, m] the per-slot number that scales its value: the radius, or the count."""
+        magnitudes = self.radii if self.radii is not None else self.counts
+        assert magnitudes is not None, "a state holds radii or counts"
+        return magnitudes
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Routing is chaotic in low precision, so sums are never kept below float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
