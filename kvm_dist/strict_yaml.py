@@ -5,6 +5,7 @@ equal keys in one mapping are refused; tags, merge keys and further documents to
 bounded. `1_000_000` is a whole number. Imports no torch.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -81,6 +82,15 @@ for _tag, _pattern, _first in _RESOLVERS:
 def dump(value: Any) -> str:
     """YAML that `read` turns back into an equal value."""
     return yaml.dump(value, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def dump_inline(value: Any) -> str:
+    """A scalar or list as YAML on one line."""
+    text = yaml.dump(
+        value, Dumper=_StrictDumper, default_flow_style=True, allow_unicode=True, width=float("inf")
+    )
+    text = text.removesuffix("\n").removesuffix("...").removesuffix("\n")
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
 class _Reader:

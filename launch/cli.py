@@ -1,0 +1,172 @@
+"""The command line: a table of contents. Bodies import what they need, so that `--help` stays instant."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.ending import exit_code_of
+
+app = typer.Typer(
+    name="kvm-dist",
+    help="Pretrain hybrid Key-Value-Means / RWKV-7 language models with exact sequence parallelism.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Prepare and check training data.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Look at and verify checkpoints.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[
+    Path, typer.Argument(help="a YAML file, such as configs/quickstart.yaml", metavar="CONFIG")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="changes, such as train.steps=100", metavar="[KEY=VALUE]...")
+]
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None) -> None:
+    """Train the run of CONFIG, or go on with it: here, or as a rank of torchrun, srun or submitit."""
+    from kvm_dist.load import load_config
+    from parallel.placement import world_from_environment
+
+    placement = world_from_environment(os.environ)
+    if placement.launcher == "none":
+        from launch.local import train_locally
+
+        raise typer.Exit(train_locally(config, overrides or []))
+    from launch.joined import train_joined
+
+    train_joined(load_config(config, overrides or []), placement)
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    tokens_per_second: Annotated[float | None, typer.Option(help="throughput, for the ETA", min=0)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Parameters, memory, FLOPs, traffic, checkpoint size and duration, before anything runs."""
+    from kvm_dist.load import load_config
+    from launch.plan_table import print_plan
+
+    print_plan(load_config(config, overrides or []).config, tokens_per_second, as_json)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    source: Annotated[str, typer.Argument(help="file, folder, .jsonl[.gz|.zst], or python-stdlib")],
+    out: Annotated[Path, typer.Argument(help="folder for the shards")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, rwkv-world, or a Hugging Face folder or name")
+    ] = "bytes",
+) -> None:
+    """Turn text or token files into WebDataset shards with an index; goes on where it was stopped."""
+    from launch.data_commands import prepare
+
+    prepare(source, out, tokenizer)
+
+
+@data_app.command("check")
+def data_check(
+    folder: Annotated[Path, typer.Argument(help="folder of prepared shards", metavar="DIR")],
+) -> None:
+    """Verify every shard against the index."""
+    from launch.data_commands import check
+
+    check(folder)
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]) -> None:
+    """The checkpoints of a run, oldest first, and whether each is whole."""
+    from launch.checkpoint_commands import print_checkpoints
+
+    print_checkpoints(run)
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(path: Annotated[Path, typer.Argument(help="folder of one checkpoint")]) -> None:
+    """Check the size and hash of every file of a checkpoint."""
+    from launch.checkpoint_commands import verify
+
+    verify(path)
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of one checkpoint, or a run directory")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="same seed, same text")] = 0,
+) -> None:
+    """Let a checkpoint write."""
+    from kvm_dist.sampling import sample as sampled
+
+    print(sampled(checkpoint, prompt, tokens, temperature, seed))
+
+
+@config_app.command("show")
+def config_show(config: Config, overrides: Overrides = None) -> None:
+    """Every value and where it came from: file and line, command line, or default."""
+    from kvm_dist.load import load_config
+    from launch.config_commands import print_config
+
+    print_config(load_config(config, overrides or []))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """The JSON schema of a configuration file."""
+    from launch.config_commands import print_schema
+
+    print_schema()
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="check for this run", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check versions, devices, threads, disk, run root and tracking server, with a fix for each."""
+    from launch.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, overrides or []))
+
+
+@app.command()
+def ui(
+    run_root: Annotated[Path, typer.Option(help="where the runs are")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="port on 127.0.0.1", min=1, max=65535)] = 5000,
+) -> None:
+    """Open MLflow's user interface over the runs, on this machine only."""
+    from launch.ui import serve
+
+    serve(run_root, port)
+
+
+@app.command()
+def plot(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]) -> None:
+    """Draw a run's pictures again from its metrics."""
+    from kvm_dist.plots import plot_run
+
+    for path in plot_run(run):
+        print(path)
+
+
+def main() -> None:
+    """Entry point of `kvm-dist`: documented exit codes, messages on stderr."""
+    sys.exit(exit_code_of(app))
+
+
+if __name__ == "__main__":
+    main()

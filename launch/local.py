@@ -1,0 +1,241 @@
+"""A run on this machine: starts the ranks, passes signals on, and ends them together. Imports no torch."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from kvm_dist.config import ParallelConfig
+from kvm_dist.exit_codes import ExitCode
+from kvm_dist.load import load_config
+from kvm_dist.run_directory import RunDirectory, locked_run_directory
+from launch.worker import LAUNCHER_PID
+from parallel.placement import LOOPBACK
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0  # between the first failure and the kill of the ranks that are still there
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+STRAY_VARIABLES = ("GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+SPEAKING_CODES = (
+    ExitCode.CONFIG,
+    ExitCode.DATA,
+    ExitCode.STORAGE,
+    ExitCode.NOT_FINITE,
+    ExitCode.PREEMPTED,
+    ExitCode.HANG,
+)  # codes that say more than "it crashed"
+
+
+def train_locally(config: Path, overrides: Sequence[str]) -> int:
+    """Start data x sequence ranks of `config` here and wait for their end. Returns the run's exit code."""
+    loaded = load_config(config, overrides)
+    with locked_run_directory(loaded) as directory:
+        arguments = [sys.executable, "-P", "-m", "launch.worker", str(config), *overrides]
+        return run_ranks(arguments, loaded.config.parallel, directory)
+
+
+def run_ranks(arguments: Sequence[str], parallel: ParallelConfig, directory: RunDirectory) -> int:
+    """Run `arguments` once per rank until all have ended; the exit code speaks for all of them."""
+    ranks: list[Rank] = []
+    with _signals_forwarded(ranks) as stop:
+        port = _free_port()
+        try:
+            for rank in range(parallel.world_size):
+                ranks.append(_start(arguments, rank, parallel, port, directory))
+            stop.send_again(ranks)
+            return _supervise(ranks, stop)
+        finally:
+            for rank_process in ranks:
+                rank_process.kill()
+
+
+@dataclass
+class Rank:
+    """One process of the run and the threads that copy its output."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int  # bytes that were in the log before
+    copiers: Sequence[threading.Thread] = ()
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self.process.wait()
+        for copier in self.copiers:
+            copier.join(timeout=2)  # a grandchild may hold the pipe open
+
+    def ended_how(self) -> str:
+        code = self.process.returncode
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+@dataclass
+class StopState:
+    """Which signals this process was sent and passed on."""
+
+    received: list[int] = field(default_factory=list)
+
+    @property
+    def impatient(self) -> bool:
+        return self.received.count(signal.SIGINT) > 1
+
+    def send_again(self, ranks: Sequence[Rank]) -> None:
+        """For ranks that started after the signal came."""
+        for number in self.received:
+            for rank in ranks:
+                rank.send(number)
+
+    def exit_code(self, rank: Rank) -> int:
+        """A rank that dies by a signal we passed on had not begun to train: nothing is lost."""
+        code = rank.process.returncode
+        return int(ExitCode.PREEMPTED) if -code in self.received else code
+
+
+def _supervise(ranks: Sequence[Rank], stop: StopState) -> int:
+    """Wait for all; after a failure give the others a moment to report, then kill them."""
+    failed: list[Rank] = []
+    deadline: float | None = None
+    while running := [rank for rank in ranks if rank.process.poll() is None]:
+        failed += _newly_failed(ranks, failed)
+        if deadline is None and any(stop.exit_code(rank) != ExitCode.PREEMPTED for rank in failed):
+            deadline = time.monotonic() + GRACE_SECONDS  # whoever is left waits for a rank that is gone
+        if stop.impatient or (deadline is not None and time.monotonic() > deadline):
+            break
+        time.sleep(POLL_SECONDS)
+    failed += _newly_failed(ranks, failed)
+    for rank in running:
+        rank.kill()
+    if stop.impatient and running:
+        print("kvm-dist: second Ctrl-C: killed without a save; the last checkpoint stands", file=sys.stderr)
+        return int(ExitCode.CRASH)
+    return _verdict(ranks, failed, stop)
+
+
+def _newly_failed(ranks: Sequence[Rank], known: Sequence[Rank]) -> list[Rank]:
+    ended = [rank for rank in ranks if rank not in known and rank.process.returncode]
+    return sorted(ended, key=lambda rank: rank.process.returncode > 0)  # a killed rank before its mourners
+
+
+def _verdict(ranks: Sequence[Rank], failed: Sequence[Rank], stop: StopState) -> int:
+    if not failed:
+        return int(ExitCode.DONE)
+    speaking = [rank for rank in failed if stop.exit_code(rank) in SPEAKING_CODES]
+    first = speaking[0] if speaking else failed[0]
+    code = stop.exit_code(first) if speaking else int(ExitCode.CRASH)
+    if code != ExitCode.PREEMPTED:
+        said = "" if first.number == 0 else f", which ends with\n{_tail(first)}"
+        print(
+            f"kvm-dist: rank {first.number} of {len(ranks)} {first.ended_how()}; its log: {first.log}{said}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return code
+
+
+def _tail(rank: Rank, lines: int = 15) -> str:
+    text = rank.log.read_bytes()[rank.log_start :][-8192:].decode(errors="replace")
+    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+
+
+def _start(
+    arguments: Sequence[str], rank: int, parallel: ParallelConfig, port: int, directory: RunDirectory
+) -> Rank:
+    """Rank 0 writes to the terminal and its log, every other rank to its log only; logs grow over resumes."""
+    log_path = directory.log_path(rank)
+    with open(log_path, "ab") as log:
+        log_start = log.tell()
+        output: Any = subprocess.PIPE if rank == 0 else log
+        process = subprocess.Popen(
+            arguments,
+            env=_environment(rank, parallel, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches the ranks once, through us
+        )
+    copiers = []
+    if rank == 0:
+        assert process.stdout is not None, "rank 0 has pipes"
+        assert process.stderr is not None, "rank 0 has pipes"
+        copiers = [
+            _copy(process.stdout, sys.stdout.fileno(), log_path),
+            _copy(process.stderr, sys.stderr.fileno(), log_path),
+        ]
+    return Rank(rank, process, log_path, log_start, copiers)
+
+
+def _environment(rank: int, parallel: ParallelConfig, port: int) -> dict[str, str]:
+    size = parallel.world_size
+    environment = {name: value for name, value in os.environ.items() if name not in STRAY_VARIABLES}
+    threads = parallel.threads_per_rank or max(1, _cores() // size)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    return environment | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def _copy(source: IO[bytes], terminal: int, log_path: Path) -> threading.Thread:
+    """Copy `source` to a file descriptor and to the end of a log until it closes."""
+
+    def pump() -> None:
+        with source, open(log_path, "ab", buffering=0) as log:
+            while block := os.read(source.fileno(), 65536):
+                log.write(block)
+                with suppress(OSError):  # the terminal is gone: the log goes on
+                    os.write(terminal, block)
+
+    thread = threading.Thread(target=pump, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def _signals_forwarded(ranks: Sequence[Rank]) -> Iterator[StopState]:
+    """Send what we are sent to every rank. A closed terminal (SIGHUP) is a request to stop like SIGTERM."""
+    stop = StopState()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+        stop.received.append(passed_on)
+        for rank in ranks:
+            rank.send(passed_on)
+
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
