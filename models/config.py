@@ -1,79 +1,22 @@
-"""What a model is made of: one frozen type per layer kind and the layer pattern. Imports no torch."""
+"""What a model is made of: the backbone's sizes and the layer pattern. Imports no torch."""
 
-import math
-from typing import Any, ClassVar, Literal
+from math import lcm
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from models.budget import Budget, PowerLawBudget
+from models.layer_config import LayerConfig
+from models.layer_kinds import FullAttentionConfig, KVMConfig, RWKV7Config, SlidingWindowConfig
 from parallel.config import FrozenConfig
 
-
-class LayerConfig(FrozenConfig):
-    """Settings of one layer kind; `implementation` names its class as `module:Class`."""
-
-    implementation: ClassVar[str]
-
-    @property
-    def position_multiple(self) -> int:
-        """Shards of a sequence must start at multiples of this."""
-        return 1
-
-
-class KVMConfig(LayerConfig):
-    """Key-Value Means: softmax over a block window and a growing state of key-value slots (arXiv 2605.09877)."""
-
-    implementation: ClassVar[str] = "models.layers.kvm:KVM"
-
-    chunk: int = Field(256, ge=1, description="tokens of a block")
-    window_chunks: int = Field(2, ge=1, description="blocks of the window, the current one included")
-    sinks: int = Field(1, ge=0, description="first slots that are read and never written")
-    rotary_dims: int | None = Field(None, ge=0, description="null: half of the head width")
-    budget: Budget = PowerLawBudget()
-    max_slots: int | None = Field(None, ge=1, description="hard cap on the slots; null: none")
-    head_temperatures: bool = True
-    merge_gate: bool = True
-    gate_appends: bool = False
-    gate_first_state: bool = False
-    value_radius: bool = True
-    backend: Literal["auto", "reference", "torch", "triton"] = "auto"
-
-    @property
-    def position_multiple(self) -> int:
-        return self.chunk
-
-
-class RWKV7Config(LayerConfig):
-    """RWKV-7: a linear recurrence with a generalised delta rule."""
-
-    implementation: ClassVar[str] = "models.layers.rwkv7:RWKV7"
-
-    head_dim: int = Field(64, ge=1)
-    decay_rank: int | None = Field(None, ge=1, description="null: 1.8*sqrt(d) rounded to 32")
-    rate_rank: int | None = Field(None, ge=1, description="null: 1.8*sqrt(d) rounded to 32")
-    value_rank: int | None = Field(None, ge=1, description="null: 1.3*sqrt(d) rounded to 32")
-    gate_rank: int | None = Field(None, ge=1, description="null: 0.6*d^0.8 rounded to 32")
-
-    @property
-    def position_multiple(self) -> int:
-        return 32  # the block of the chunk form in matmuls
-
-
-class SlidingWindowConfig(LayerConfig):
-    """Causal attention over the last `window` tokens."""
-
-    implementation: ClassVar[str] = "models.layers.sliding_window:SlidingWindow"
-
-    window: int = Field(256, ge=1)
-    rotary_dims: int | None = Field(None, ge=0, description="null: the whole head width")
-
-
-class FullAttentionConfig(LayerConfig):
-    """Causal attention over all tokens."""
-
-    implementation: ClassVar[str] = "models.layers.full_attention:FullAttention"
-
-    rotary_dims: int | None = Field(None, ge=0, description="null: half of the head width")
+__all__ = [
+    "FullAttentionConfig",
+    "KVMConfig",
+    "LayerConfig",
+    "ModelConfig",
+    "RWKV7Config",
+    "SlidingWindowConfig",
+]
 
 
 class ModelConfig(FrozenConfig):
@@ -118,9 +61,19 @@ class ModelConfig(FrozenConfig):
         return [self.layers[index % len(self.layers)] for index in range(self.num_layers)]
 
     @property
+    def used_layer_configs(self) -> dict[str, LayerConfig]:
+        """Kind -> settings of the kinds in use, in order of first use."""
+        return {kind: self.layer_config(kind) for kind in self.layer_kinds}
+
+    @property
     def position_multiple(self) -> int:
-        """Shards of a sequence must start at multiples of this: whole blocks of every kind in use."""
-        return math.lcm(*(self.layer_config(kind).position_multiple for kind in set(self.layer_kinds)))
+        """Shards of a sequence must start at multiples of this, whatever layer reads them."""
+        return lcm(*(config.position_multiple for config in self.used_layer_configs.values()))
+
+    @property
+    def halo_tokens(self) -> int:
+        """No shard of a sequence may be shorter than this."""
+        return max(config.halo_tokens for config in self.used_layer_configs.values())
 
     def layer_config(self, kind: str) -> LayerConfig:
         config: Any = getattr(self, kind)
@@ -146,4 +99,7 @@ class ModelConfig(FrozenConfig):
                 f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
                 "change one of them or give model.head_dim"
             )
+        problems = [p for config in self.used_layer_configs.values() for p in config.problems(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
         return self

@@ -1,0 +1,117 @@
+"""What all attention kinds share: projections, value residual, token shift, head norms, rotary, output."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.initialise import linear_default_
+from models.layer_config import low_rank
+from models.layers.low_rank import ValueResidual
+from models.layers.mixer import Mixer
+from models.layers.rotary import rotate
+from models.layers.segment import segment
+from models.layers.token_shift import TokenShift, previous_tokens
+from parallel.sequence.context import SequenceContext
+
+VALUE_RESIDUAL_RANK = 1.3  # times the square root of the width
+NORM_EPS = 1e-5
+SHIFT_EXPONENTS = {"query": 0.2, "key": 0.7, "value": 0.7}
+
+
+class QueriesKeysValues(NamedTuple):
+    """Each [B, T, H, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class AttentionProjections(nn.Module):
+    """x [B, T, d] -> queries, keys and values [B, T, H, D], shifted, normed and rotated."""
+
+    def __init__(self, model: ModelConfig, index: int, name: str, rotary_dims: int) -> None:
+        super().__init__()
+        width = model.num_heads * model.head_width
+        self.name = name
+        self.head_width = model.head_width
+        self.rotary_dims, self.rotary_base = rotary_dims, model.rotary_base
+        self.recompute = model.activation_checkpointing
+        self.query = nn.Linear(model.hidden_size, width, bias=False)
+        self.key = nn.Linear(model.hidden_size, width, bias=False)
+        self.value = nn.Linear(model.hidden_size, width, bias=False)
+        self.shifts: nn.ModuleDict | None = None
+        if model.token_shift:
+            depth_ratio = 1 - index / model.num_layers
+            self.shifts = nn.ModuleDict(
+                {name: TokenShift(width, factor * depth_ratio) for name, factor in SHIFT_EXPONENTS.items()}
+            )
+        self.value_residual: ValueResidual | None = None
+        if model.value_residual:
+            rank = low_rank(model.hidden_size, VALUE_RESIDUAL_RANK)
+            base_rank = low_rank(model.base_width, VALUE_RESIDUAL_RANK)
+            self.value_residual = ValueResidual(model.hidden_size, width, rank, base_rank)
+        self.norm_query: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)
+        self.norm_key: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)
+
+    def first_value(self, x0: Tensor) -> Tensor:
+        """Values [B, T, H*D] of the normed embedding."""
+        return self.value(x0) if self.value_residual is not None else x0
+
+    def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> QueriesKeysValues:
+        projected = segment(self.recompute, self._project, x, first_value)
+        halo: tuple[Tensor, ...] = ()
+        if self.shifts is not None:
+            halo = context.halo(f"{self.name}.shift", projected, 1)
+
+        def finish(*tensors: Tensor) -> QueriesKeysValues:
+            return self._shift_norm_rotate(tensors[:3], tensors[3:], context.start)
+
+        return segment(self.recompute, finish, *projected, *halo)
+
+    def _project(self, x: Tensor, first_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = self.value(x)
+        if self.value_residual is not None:
+            value = self.value_residual(x, value, first_value)
+        return self.query(x), self.key(x), value
+
+    def _shift_norm_rotate(
+        self, projected: tuple[Tensor, ...], halo: tuple[Tensor, ...], start: int
+    ) -> QueriesKeysValues:
+        if self.shifts is not None:
+            projected = tuple(
+                shift(z, previous_tokens(z, edge, first=z[:, :1]))
+                for shift, z, edge in zip(self.shifts.values(), projected, halo, strict=True)
+            )
+        query, key, value = (z.unflatten(-1, (-1, self.head_width)) for z in projected)
+        query = rotate(self.norm_query(query), start, self.rotary_dims, self.rotary_base)
+        key = rotate(self.norm_key(key), start, self.rotary_dims, self.rotary_base)
+        return QueriesKeysValues(query, key, value)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        for linear in (self.query, self.key, self.value):
+            linear_default_(linear.weight, generator)
+
+
+class AttentionMixer(Mixer):
+    """Base of the attention kinds, which say how queries meet keys and values."""
+
+    def __init__(self, model: ModelConfig, index: int, rotary_dims: int) -> None:
+        super().__init__(model, index)
+        self.projections = AttentionProjections(model, index, self.name, rotary_dims)
+        self.output = nn.Linear(model.num_heads * model.head_width, model.hidden_size, bias=False)
+
+    def first_value(self, x0: Tensor, context: SequenceContext) -> Tensor:
+        return self.projections.first_value(x0)
+
+    def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
+        heads = self.projections(x, first_value, context)
+        return self.output(self.attend(x, heads, context).flatten(2))
+
+    def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
+        """x [B, T, d] and its queries, keys and values [B, T, H, D] -> [B, T, H, D]."""
+        raise NotImplementedError
+
+    def initialise(self, generator: torch.Generator) -> None:
+        nn.init.zeros_(self.output.weight)

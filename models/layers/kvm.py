@@ -1,0 +1,70 @@
+"""The Key-Value-Means mixer: the operator with its gate, state norm and temperatures (arXiv 2605.09877)."""
+
+import torch
+from torch import Tensor, nn
+
+from models.config import KVMConfig, ModelConfig
+from models.initialise import linear_default_
+from models.kvm import kvm_attention
+from models.layers.attention import AttentionMixer, QueriesKeysValues
+from models.layers.mixer import settings
+from parallel.sequence.context import SequenceContext
+
+
+class KVM(AttentionMixer):
+    """Attention to a block window and to the slots of a growing state."""
+
+    def __init__(self, model: ModelConfig, index: int) -> None:
+        config = settings(model, index, KVMConfig)
+        super().__init__(model, index, config.rotary(model.head_width))
+        self.config = config
+        self.state_norm_weight = nn.Parameter(torch.empty(model.head_width))
+        self.state_norm_bias = nn.Parameter(torch.empty(model.head_width))
+        self.gate = nn.Linear(model.hidden_size, model.num_heads, bias=False) if config.merge_gate else None
+        self.window_temperature: nn.Parameter | None = None
+        self.state_temperature: nn.Parameter | None = None
+        if config.head_temperatures:
+            self.window_temperature = nn.Parameter(torch.empty(model.num_heads))
+            self.state_temperature = nn.Parameter(torch.empty(model.num_heads))
+
+    def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
+        out, state = kvm_attention(
+            *heads,
+            None if self.gate is None else merge_gate(self.gate(x)),
+            self.state_norm_weight,
+            self.state_norm_bias,
+            self.state_temperature,
+            self.window_temperature,
+            budget=self.config.budget,
+            chunk=self.config.chunk,
+            window_chunks=self.config.window_chunks,
+            sinks=self.config.sinks,
+            rotary_dims=self.projections.rotary_dims,
+            max_slots=self.config.max_slots,
+            gate_appends=self.config.gate_appends,
+            gate_first_state=self.config.gate_first_state,
+            value_radius=self.config.value_radius,
+            state=context.load(self.name),
+            return_state=context.keeps_state,
+            backend=self.config.backend,
+            exchange=context.exchange,
+            start=context.start,
+        )
+        context.store(self.name, state)
+        return out
+
+    def initialise(self, generator: torch.Generator) -> None:
+        super().initialise(generator)
+        nn.init.ones_(self.state_norm_weight)
+        nn.init.zeros_(self.state_norm_bias)
+        if self.gate is not None:
+            linear_default_(self.gate.weight, generator)
+        for temperature in (self.window_temperature, self.state_temperature):
+            if temperature is not None:
+                nn.init.ones_(temperature)
+
+
+def merge_gate(logits: Tensor) -> Tensor:
+    """`1 + ELU(logits)`, written with exp: the ELU kernel rounds differently at the end of a tensor, so a
+    gate would depend on where a sequence is cut."""
+    return logits.relu() + logits.clamp(max=0).exp()
