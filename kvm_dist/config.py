@@ -165,6 +165,14 @@ class RunConfig(FrozenConfig):
                 f"parallel.sequence x {self.model.position_multiple} (the block of model.layers); "
                 f"use {_nearest_multiples(self.data.sequence_length, multiple)}"
             )
+        elif self.data.sequence_length // ranks < self.model.halo_tokens:
+            halo = self.model.halo_tokens
+            enough = -(-halo // self.model.position_multiple) * multiple
+            yield (
+                f"data.sequence_length={self.data.sequence_length} over parallel.sequence={ranks} leaves shards "
+                f"shorter than the {halo} tokens that model.layers look back; use {enough} or more tokens, or "
+                "fewer ranks"
+            )
 
 
 def _nearest_multiples(value: int, step: int) -> str:

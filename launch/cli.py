@@ -1,13 +1,12 @@
 """The command line: a table of contents. Bodies import what they need, so that `--help` stays instant."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.ending import exit_code_of
+from launch.ending import exit_code_of, leave
 
 app = typer.Typer(
     name="kvm-dist",
@@ -72,7 +71,7 @@ def data_prepare(
     """Turn text or token files into WebDataset shards with an index; goes on where it was stopped."""
     from launch.data_commands import prepare
 
-    prepare(source, out, tokenizer)
+    prepare(source, out, tokenizer, validation_fraction)
 
 
 @data_app.command("check")
@@ -165,7 +164,7 @@ def plot(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN"
 
 def main() -> None:
     """Entry point of `kvm-dist`: documented exit codes, messages on stderr."""
-    sys.exit(exit_code_of(app))
+    leave(exit_code_of(app))
 
 
 if __name__ == "__main__":

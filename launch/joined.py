@@ -17,8 +17,8 @@ def train_joined(loaded: LoadedConfig, placement: Placement) -> None:
     if placement.size != parallel.world_size:
         raise ConfigError(
             f"parallel.data={parallel.data} x parallel.sequence={parallel.sequence} wants "
-            f"{parallel.world_size} ranks but {placement.launcher} started {placement.size}; change the degrees "
-            "or start as many"
+            f"{parallel.world_size} ranks but {placement.launcher} started {placement.size}; change the "
+            "degrees or start as many"
         )
     with ExitStack() as stack:
         if placement.rank == 0:

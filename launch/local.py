@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO, Any
 
 from kvm_dist.config import ParallelConfig
+from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.load import load_config
 from kvm_dist.run_directory import RunDirectory, locked_run_directory
@@ -39,6 +40,9 @@ def train_locally(config: Path, overrides: Sequence[str]) -> int:
     """Start data x sequence ranks of `config` here and wait for their end. Returns the run's exit code."""
     loaded = load_config(config, overrides)
     with locked_run_directory(loaded) as directory:
+        ensure_prepared(
+            loaded.config.data, loaded.config.model.vocab_size
+        )  # before anybody waits for anybody
         arguments = [sys.executable, "-P", "-m", "launch.worker", str(config), *overrides]
         return run_ranks(arguments, loaded.config.parallel, directory)
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from types import FrameType
 
-from launch.ending import exit_code_of
+from launch.ending import exit_code_of, leave
 
 LAUNCHER_PID = "KVM_DIST_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
@@ -16,11 +16,7 @@ def main() -> None:
     end_with_the_launcher()
     leave_quietly_until_training()
     config, *overrides = sys.argv[1:]
-    code = exit_code_of(lambda: _train(config, overrides))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)  # threads of a broken process group must not turn the code into an abort
+    leave(exit_code_of(lambda: _train(config, overrides)))
 
 
 def end_with_the_launcher() -> None:

@@ -1,0 +1,195 @@
+"""Checks of this machine before it is trusted with a run. Every finding that is not ok names its fix."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvm_dist.config import RunConfig
+from kvm_dist.exit_codes import ExitCode
+from kvm_dist.load import load_config
+
+TRACKING_TIMEOUT_SECONDS = 5.0
+LEAST_FREE_BYTES = 10 << 30
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+# distribution: lowest version, first version that is too new
+REQUIREMENTS: dict[str, tuple[str, str | None]] = {
+    "torch": ("2.10", "2.14"),
+    "triton": ("3.4", None),
+    "deepspeed": ("0.19.4", None),
+    "flash-linear-attention": ("0.6", None),
+    "transformers": ("5.6.2", "6"),
+    "webdataset": ("1.0", None),
+    "mlflow": ("3.17", None),
+    "submitit": ("1.5.3", None),
+    "safetensors": ("0.5", None),
+    "pydantic": ("2.10", None),
+}
+# distribution: first bad version, first good one again, why
+KNOWN_BAD: dict[str, tuple[str, str, str]] = {
+    "deepspeed": ("0.17.6", "0.19.4", "ZeRO-2 loses part of a gradient that is used twice in one backward"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. fix: what to do, empty when nothing needs doing."""
+
+    what: str
+    level: Literal["ok", "warn", "fail"]
+    found: str
+    fix: str = ""
+
+
+def run_doctor(config_path: Path | None, overrides: Sequence[str]) -> int:
+    """Print every finding. Returns 0, or 70 when a check failed."""
+    config = load_config(config_path, overrides).config if config_path else RunConfig()
+    findings = [finding for check in CHECKS for finding in check(config)]
+    table = Table("check", "", "found", "fix")
+    for finding in findings:
+        style = STYLES[finding.level]
+        table.add_row(
+            finding.what, f"[{style}]{finding.level}[/]", escape(finding.found), escape(finding.fix)
+        )
+    Console().print(table)
+    return int(ExitCode.CRASH) if any(finding.level == "fail" for finding in findings) else 0
+
+
+def check_python(config: RunConfig) -> Iterator[Finding]:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < (3, 11):
+        yield Finding("python", "fail", found, "use Python 3.11 or later")
+    else:
+        yield Finding("python", "ok", found)
+
+
+def check_versions(config: RunConfig) -> Iterator[Finding]:
+    for name, (lowest, too_new) in REQUIREMENTS.items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "triton" or sys.platform == "linux":
+                yield Finding(name, "fail", "not installed", f"pip install '{name}>={lowest}'")
+            continue
+        yield judge_version(name, installed, lowest, too_new)
+
+
+def judge_version(name: str, installed: str, lowest: str, too_new: str | None) -> Finding:
+    """Whether `installed` is one of the versions that this program was tested with."""
+    version = release(installed)
+    wanted = f"pip install '{name}>={lowest}" + (f",<{too_new}'" if too_new else "'")
+    if name in KNOWN_BAD:
+        first, fixed, why = KNOWN_BAD[name]
+        if release(first) <= version < release(fixed):
+            return Finding(name, "fail", f"{installed}: {why}", wanted)
+    if version < release(lowest) or (too_new is not None and version >= release(too_new)):
+        return Finding(name, "fail", installed, wanted)
+    return Finding(name, "ok", installed)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0); what follows the numbers does not count."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return (*numbers, *([0] * (4 - len(numbers))))
+
+
+def check_devices(config: RunConfig) -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("device", "fail", f"torch cannot be imported: {error}", "pip install -e .")
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+        backend = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        yield Finding("device", "ok", f"{count} x {', '.join(names)} ({backend})")
+    elif config.device == "cuda":
+        fix = "install a GPU build of torch, or set device=cpu"
+        yield Finding("device", "fail", "device=cuda, but torch sees no GPU", fix)
+    else:
+        yield Finding("device", "ok", "no GPU: the CPU")
+
+
+def check_threads(config: RunConfig) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    ranks = config.parallel.world_size
+    given = config.parallel.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
+    threads = int(given)
+    found = f"{ranks} ranks x {threads} threads on {cores} cores"
+    if ranks * threads > cores:
+        fix = "fewer ranks, or parallel.threads_per_rank or OMP_NUM_THREADS of cores / ranks"
+        yield Finding("threads", "warn", found, fix)
+    else:
+        yield Finding("threads", "ok", found)
+
+
+def check_run_root(config: RunConfig) -> Iterator[Finding]:
+    try:
+        config.run_root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.run_root) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        fix = "make it writable, or choose another place with run_root=PATH"
+        yield Finding("run root", "fail", f"{config.run_root}: {error.strerror or error}", fix)
+        return
+    yield Finding("run root", "ok", f"{config.run_root.resolve()} is writable")
+    free = shutil.disk_usage(config.run_root).free
+    found = f"{free / 1e9:,.1f} GB free at {config.run_root.resolve()}"
+    if free < LEAST_FREE_BYTES:
+        fix = "make room; `kvm-dist plan CONFIG` says how large a checkpoint is"
+        yield Finding("disk", "warn", found, fix)
+    else:
+        yield Finding("disk", "ok", found)
+
+
+def check_tracking(config: RunConfig) -> Iterator[Finding]:
+    uri = config.tracking_uri
+    if not config.tracking.enabled:
+        yield Finding("tracking", "ok", "switched off (tracking.enabled)")
+    elif not uri.startswith(("http://", "https://")):
+        yield Finding("tracking", "ok", f"{uri.partition('?')[0]} (no server needed)")
+    else:
+        yield _reach(uri)
+
+
+def _reach(uri: str) -> Finding:
+    fix = "start the server or mend tracking.uri; training itself goes on without it"
+    try:
+        address = uri.rstrip("/") + "/health"
+        with urllib.request.urlopen(address, timeout=TRACKING_TIMEOUT_SECONDS) as answer:
+            return Finding("tracking", "ok", f"{uri} answers ({answer.status})")
+    except urllib.error.HTTPError as error:
+        return Finding("tracking", "warn", f"{uri} answers {error.code}", fix)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return Finding("tracking", "warn", f"{uri}: {reason}", fix)
+
+
+CHECKS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
+    check_python,
+    check_versions,
+    check_devices,
+    check_threads,
+    check_run_root,
+    check_tracking,
+)
