@@ -158,23 +158,19 @@ class RunConfig(FrozenConfig):
                 f"model.layers={self.model.layers} with parallel.sequence={ranks}: full_attention cannot be "
                 "split along the sequence yet; use parallel.sequence=1 (and parallel.data for more processes)"
             )
-        multiple = ranks * self.model.position_multiple
-        if self.data.sequence_length % multiple:
+        tokens, block, halo = self.data.sequence_length, self.model.position_multiple, self.model.halo_tokens
+        step = ranks * block
+        least = -(-halo // block) * step
+        if tokens % step or tokens < least:
             yield (
-                f"data.sequence_length={self.data.sequence_length} is not divisible by {multiple} = "
-                f"parallel.sequence x {self.model.position_multiple} (the block of model.layers); "
-                f"use {_nearest_multiples(self.data.sequence_length, multiple)}"
-            )
-        elif self.data.sequence_length // ranks < self.model.halo_tokens:
-            halo = self.model.halo_tokens
-            enough = -(-halo // self.model.position_multiple) * multiple
-            yield (
-                f"data.sequence_length={self.data.sequence_length} over parallel.sequence={ranks} leaves shards "
-                f"shorter than the {halo} tokens that model.layers look back; use {enough} or more tokens, or "
-                "fewer ranks"
+                f"data.sequence_length={tokens} cannot be cut into parallel.sequence={ranks} shards of whole "
+                f"blocks of {block} tokens, each at least {halo} tokens (what model.layers look back); "
+                f"use {_nearest_multiples(tokens, step, least)}"
             )
 
 
-def _nearest_multiples(value: int, step: int) -> str:
+def _nearest_multiples(value: int, step: int, least: int = 1) -> str:
+    """In words: the multiples of `step` around `value` that are `least` (itself a multiple, or 1) or more."""
     low = value // step * step
-    return " or ".join(str(multiple) for multiple in (low, low + step) if multiple)
+    around = [multiple for multiple in (low, low + step) if multiple >= max(least, step)]
+    return " or ".join(map(str, around or [least]))

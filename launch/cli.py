@@ -64,9 +64,8 @@ def plan(
 def data_prepare(
     source: Annotated[str, typer.Argument(help="file, folder, .jsonl[.gz|.zst], or python-stdlib")],
     out: Annotated[Path, typer.Argument(help="folder for the shards")],
-    tokenizer: Annotated[
-        str, typer.Option(help="bytes, rwkv-world, or a Hugging Face folder or name")
-    ] = "bytes",
+    tokenizer: Annotated[str, typer.Option(help="bytes, rwkv-world, or a Hugging Face one")] = "bytes",
+    validation_fraction: Annotated[float, typer.Option(help="share of documents held out")] = 0.05,
 ) -> None:
     """Turn text or token files into WebDataset shards with an index; goes on where it was stopped."""
     from launch.data_commands import prepare

@@ -28,7 +28,7 @@ def exit_code_of(action: Callable[[], object]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; after a failure at once, or threads of a broken process group turn it into an abort."""
+    """End the process; after a failure at once: threads of a broken process group would abort it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
