@@ -1,0 +1,90 @@
+"""What is looked at between steps: held-out loss, loss by position, and what the model writes."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from kvm_dist.config import EvaluationConfig
+from kvm_dist.data.tokenizer import Tokenizer
+from kvm_dist.data.validation import ValidationBatches
+from kvm_dist.evaluate.validation import ValidationResult, validate
+from kvm_dist.metrics import append_line
+from kvm_dist.run_directory import RunDirectory
+from kvm_dist.sequence_split import SequenceSplit
+from models.backbone import Backbone
+from models.generate import generate
+from parallel.engine.deepspeed import Engine
+
+
+class Evaluation:
+    """Validation on all ranks, samples on rank 0; neither draws from the random state of training."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        engine: Engine,
+        model: Backbone,
+        batches: ValidationBatches,
+        split: SequenceSplit,
+        tokenizer: Tokenizer,
+        directory: RunDirectory,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.model = model
+        self.batches = batches
+        self.split = split
+        self.tokenizer = tokenizer
+        self.directory = directory
+
+    def run(self, step: int) -> dict[str, float]:
+        """Collective. Returns metrics; rank 0 also writes the position loss and the samples of `step`."""
+        self.engine.module.eval()
+        metrics: dict[str, float] = {}
+        if self.config.validation_sequences:
+            result = validate(self.engine.module, self.batches, self.split)
+            metrics["validation/loss"] = result.loss
+            if self._speaks:
+                self._write_position_loss(step, result)
+        if self.config.sample_prompts:
+            with self.engine.gathered():
+                if self._speaks:
+                    self._write_samples(step, self.config.sample_prompts)
+        self.engine.module.train()
+        return metrics
+
+    @property
+    def _speaks(self) -> bool:
+        return self.split.mesh.world.rank == 0
+
+    def _write_position_loss(self, step: int, result: ValidationResult) -> None:
+        record = {"step": step, "block_tokens": result.block_tokens, "losses": result.position_losses}
+        self.directory.position_loss_path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    def _write_samples(self, step: int, prompts: Sequence[str]) -> None:
+        for prompt in prompts:
+            text = continuation(
+                self.model,
+                self.tokenizer,
+                prompt,
+                self.config.sample_tokens,
+                self.config.sample_temperature,
+                torch.Generator().manual_seed(0),
+                self.split.device,
+            )
+            append_line(self.directory.samples_path, {"step": step, "prompt": prompt, "text": text})
+
+
+def continuation(
+    model: Backbone,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    device: torch.device,
+) -> str:
+    """The text that the model puts after `prompt`."""
+    prompt_ids = torch.as_tensor(tokenizer.encode(prompt).astype("int64"), device=device)
+    return tokenizer.decode(generate(model, prompt_ids, tokens, temperature, generator).tolist())

@@ -1,0 +1,52 @@
+"""Held-out loss, whole and by position, the same number at every layout."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kvm_dist.data.loader import MicroBatch
+from kvm_dist.sequence_split import SequenceSplit
+from models.loss import IGNORED_LABEL
+from parallel import collectives
+
+POSITION_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Mean loss in nats a token; `position_losses[i]` is that of tokens [i*block_tokens, (i+1)*block_tokens)."""
+
+    loss: float
+    tokens: int
+    block_tokens: int
+    position_losses: tuple[float, ...]
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: Iterable[MicroBatch], split: SequenceSplit) -> ValidationResult:
+    """Collective: every rank calls it with its data rank's share of the same batches."""
+    block_tokens = max(1, -(-split.sequence_length // POSITION_BLOCKS))
+    blocks = -(-split.sequence_length // block_tokens)
+    totals = torch.zeros(2, blocks, dtype=torch.float64, device=split.device)  # summed losses, tokens
+    block_of = (torch.arange(split.start, split.stop, device=split.device) // block_tokens).long()
+    for batch in batches:
+        local_labels = split.local(batch.labels)
+        logits = model(split.local(batch.inputs), split.context())
+        losses = F.cross_entropy(logits.float().flatten(0, 1), local_labels.flatten(), reduction="none")
+        valid = (local_labels != IGNORED_LABEL).double()
+        totals[0].index_add_(0, block_of, losses.view_as(valid).double().sum(0))
+        totals[1].index_add_(0, block_of, valid.sum(0))
+    split.drain()
+    totals = collectives.sum(totals).cpu()
+    losses_by_block, tokens_by_block = totals.tolist()
+    return ValidationResult(
+        loss=sum(losses_by_block) / max(sum(tokens_by_block), 1.0),
+        tokens=int(sum(tokens_by_block)),
+        block_tokens=block_tokens,
+        position_losses=tuple(
+            loss / count for loss, count in zip(losses_by_block, tokens_by_block, strict=True) if count
+        ),
+    )

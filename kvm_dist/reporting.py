@@ -1,0 +1,49 @@
+"""What a person and the tracking store learn of a run while it goes on. All ranks compute, rank 0 speaks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvm_dist.counters import Counters
+from kvm_dist.progress import Progress
+from kvm_dist.step import StepOutcome
+from kvm_dist.tracking import Tracker
+
+
+class Reporter:
+    """Turns step outcomes into metrics, a progress line and tracked values."""
+
+    def __init__(self, tracker: Tracker, progress: Progress, log_every_steps: int) -> None:
+        self.tracker = tracker
+        self.progress = progress
+        self.log_every_steps = log_every_steps
+        self._begun = time.perf_counter()
+        self._productive_seconds = 0.0
+        self._data_seconds = 0.0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._data_seconds = time.perf_counter() - begun
+
+    def step_metrics(self, counters: Counters, outcome: StepOutcome) -> dict[str, float]:
+        self._productive_seconds += outcome.seconds
+        return {
+            "train/loss": outcome.loss,
+            "train/grad_norm": outcome.gradient_norm,
+            "train/learning_rate": outcome.learning_rate,
+            "train/tokens": counters.tokens,
+            "perf/tokens_per_second": outcome.tokens / (outcome.seconds + self._data_seconds),
+            "perf/step_seconds": outcome.seconds,
+            "data/wait_seconds": self._data_seconds,
+            "fault/restarts": counters.restarts,
+            "fault/skipped_steps": counters.skipped_steps,
+            "fault/goodput": self._productive_seconds / (time.perf_counter() - self._begun),
+        }
+
+    def log(self, step: int, metrics: dict[str, float], always: bool) -> None:
+        """Every `log_every_steps` steps, and whenever there is more than a step's own numbers."""
+        self.progress.update(step, metrics)
+        if always or step % self.log_every_steps == 0 or "validation/loss" in metrics:
+            self.tracker.log(step, metrics)

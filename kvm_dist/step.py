@@ -1,0 +1,102 @@
+"""One optimizer step: the same loss and the same gradients at every layout."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvm_dist.config import RunConfig
+from kvm_dist.data.loader import MicroBatch
+from kvm_dist.exit_codes import NotFinite
+from kvm_dist.optim.schedule import group_rates, schedule_factor
+from kvm_dist.sequence_split import SequenceSplit
+from models.loss import IGNORED_LABEL, token_losses
+from models.parameter_groups import ParameterGroup
+from parallel import collectives
+from parallel.engine.deepspeed import Engine
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """loss: mean over all valid tokens of the step, in nats; the same on every rank, as is `stop`."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    stop: bool
+
+
+class TrainStep:
+    """Forward and backward over the micro-batches, then one update or, if anything is not finite, none."""
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, groups: list[ParameterGroup], split: SequenceSplit
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.groups = groups
+        self.split = split
+
+    def __call__(self, batch: Sequence[MicroBatch], step: int, stop_requested: bool) -> StepOutcome:
+        """Apply step `step` (0-based) from this data rank's micro-batches.
+
+        Collective. Raises NotFinite on all ranks, before anything has changed, if the loss or a gradient is not
+        finite on any rank.
+        """
+        begun = time.perf_counter()
+        local = [(self.split.local(part.inputs), self.split.local(part.labels)) for part in batch]
+        tokens = self._valid_tokens([labels for _, labels in local])
+        loss, stop = self._backward(local, tokens, stop_requested)
+        if not math.isfinite(loss):
+            raise NotFinite(self._not_finite_message(step, f"the loss is {loss}"))
+        rates = self._rates(step)
+        result = self.engine.step([rate for rate, _ in rates], [decay for _, decay in rates])
+        self.split.drain()
+        if not result.applied:
+            raise NotFinite(self._not_finite_message(step, f"the gradient norm is {result.gradient_norm}"))
+        return StepOutcome(
+            loss=loss,
+            gradient_norm=result.gradient_norm,
+            learning_rate=self.config.optimizer.learning_rate * self._factor(step),
+            tokens=tokens,
+            seconds=time.perf_counter() - begun,
+            stop=stop,
+        )
+
+    def _valid_tokens(self, labels: list[Tensor]) -> int:
+        counted = sum(int((part != IGNORED_LABEL).sum()) for part in labels)
+        return int(collectives.sum(torch.tensor(counted, device=self.split.device)))
+
+    def _backward(
+        self, local: list[tuple[Tensor, Tensor]], tokens: int, stop_requested: bool
+    ) -> tuple[float, bool]:
+        """The loss is normalised once, over the valid tokens of data x sequence x accumulation."""
+        total = torch.zeros((), dtype=torch.float64, device=self.split.device)
+        for inputs, labels in local:
+            logits = self.engine.module(inputs, self.split.context())
+            loss_sum, _ = token_losses(logits, labels)
+            self.engine.backward(loss_sum / max(tokens, 1))
+            total += loss_sum.detach()
+        shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
+        return float(shared[0]) / max(tokens, 1), bool(shared[1])
+
+    def _factor(self, step: int) -> float:
+        return schedule_factor(self.config.schedule, step, self.config.train.steps)
+
+    def _rates(self, step: int) -> list[tuple[float, float]]:
+        factor = self._factor(step)
+        return [
+            group_rates(self.config.optimizer, factor, g.learning_rate_scale, g.weight_decay_scale)
+            for g in self.groups
+        ]
+
+    def _not_finite_message(self, step: int, what: str) -> str:
+        return (
+            f"step {step + 1}: {what}; no rank has applied it and no checkpoint holds it. "
+            "Lower optimizer.learning_rate, lengthen schedule.warmup_steps or look at the data of this step; "
+            "the same command goes on from the last checkpoint"
+        )
