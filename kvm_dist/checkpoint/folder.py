@@ -90,7 +90,7 @@ def prune(checkpoints: Path, keep: int, verified: Path | None = None) -> list[Pa
     if verified is None:
         return []
     found = inspect_folder(checkpoints)
-    step = next(info.step for info in found if info.path == verified)
+    verified, step = next((info.path, info.step) for info in found if info.path.name == verified.name)
     older = [info.path for info in found if info.step < step and info.complete]
     kept = {verified, *older[max(0, len(older) - (keep - 1)) :]}
     gone = [path for path in _all_folders(checkpoints) if path not in kept]

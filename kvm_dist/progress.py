@@ -1,0 +1,117 @@
+"""How far a run is: a live line on a terminal, now and then a plain line elsewhere. Imports no torch."""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+_BAR_CELLS = 24
+_SMOOTHING = 0.1
+_REDRAW_SECONDS = 0.1
+
+
+class Progress:
+    """Shows step, loss, speed and the time left.
+
+    On a terminal one line is redrawn in place. Elsewhere (log files, Slurm) a line is printed for the first
+    and the last step, for every step with a validation loss, and otherwise every `line_seconds`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        *,
+        stream: TextIO | None = None,
+        line_seconds: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._step = start_step
+        self._stream = sys.stderr if stream is None else stream
+        self._line_seconds = line_seconds
+        self._clock = clock
+        self._live = self._stream.isatty()
+        self._updated = clock()
+        self._shown: float | None = None
+        self._seconds_per_step: float | None = None
+        self._validation: float | None = None
+        self._open_line = False
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell that `step` steps are done; of the metrics loss, speed and validation are shown."""
+        now = self._clock()
+        self._measure(step, now)
+        validated = "validation/loss" in metrics
+        if validated:
+            self._validation = metrics["validation/loss"]
+        every = _REDRAW_SECONDS if self._live else self._line_seconds
+        due = self._shown is None or now - self._shown >= every
+        if due or validated or step >= self._total:
+            self._shown = now
+            self._show(self._text(metrics), closing=step >= self._total)
+
+    def close(self) -> None:
+        """Leaves the cursor on a fresh line; call it before anything else is printed."""
+        if self._open_line:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open_line = False
+
+    def _measure(self, step: int, now: float) -> None:
+        if step <= self._step:
+            return
+        latest = (now - self._updated) / (step - self._step)
+        before = self._seconds_per_step
+        self._seconds_per_step = latest if before is None else before + _SMOOTHING * (latest - before)
+        self._step, self._updated = step, now
+
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        width = len(str(self._total))
+        parts = [f"step {self._step:{width}d}/{self._total}"]
+        if self._live:
+            filled = min(_BAR_CELLS, _BAR_CELLS * self._step // self._total)
+            parts.append("━" * filled + "┄" * (_BAR_CELLS - filled))
+        parts.append(f"{self._step / self._total:4.0%}")
+        if "train/loss" in metrics:
+            parts.append(f"loss {metrics['train/loss']:.4f}")
+        if self._validation is not None:
+            parts.append(f"validation {self._validation:.4f}")
+        if "perf/tokens_per_second" in metrics:
+            parts.append(f"{short_count(metrics['perf/tokens_per_second'])} tok/s")
+        if self._seconds_per_step is not None and self._step < self._total:
+            parts.append(f"{duration(self._seconds_per_step * (self._total - self._step))} left")
+        return "  ".join(parts)
+
+    def _show(self, text: str, closing: bool) -> None:
+        if self._live:
+            columns = shutil.get_terminal_size().columns
+            self._stream.write(f"\r\x1b[2K{text[: columns - 1]}")
+            self._open_line = True
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+        if closing:
+            self.close()
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3:07 min, 1:02:03 h or 2 d 03 h."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if whole < 60:
+        return f"{whole} s"
+    if hours == 0:
+        return f"{minutes}:{rest:02d} min"
+    if hours < 48:
+        return f"{hours}:{minutes:02d}:{rest:02d} h"
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def short_count(value: float) -> str:
+    """950, 14.2K, 1.35M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
