@@ -82,7 +82,7 @@ class SlidingWindowConfig(LayerConfig):
 
     implementation: ClassVar[str] = "models.layers.sliding_window:SlidingWindow"
 
-    window: int = Field(256, ge=1)
+    window: int = Field(256, ge=2)
     rotary_dims: int | None = Field(None, ge=0, description="null: the whole head width")
 
     @property

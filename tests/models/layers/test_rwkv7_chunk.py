@@ -1,0 +1,115 @@
+"""The chunk form of RWKV-7 against a loop in float64 and against flash-linear-attention's plain path."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.layers.rwkv7_chunk import CHUNK, carry, chunk_maps, read
+
+Result = tuple[Tensor, Tensor]
+
+
+def chunked(inputs: list[Tensor], state: Tensor) -> Result:
+    maps = chunk_maps(*inputs)
+    states, last = carry(maps, state)
+    return read(maps, states, inputs[0].shape[1]), last
+
+
+def loop(inputs: list[Tensor], state: Tensor) -> Result:
+    reads = []
+    for r, log_w, k, v, a, b in zip(*(z.unbind(1) for z in inputs), strict=True):  # each [B, H, .]
+        removed = torch.einsum("bhk,bhkv->bhv", a, state)
+        state = log_w.exp().unsqueeze(-1) * state + b.unsqueeze(-1) * removed.unsqueeze(-2)
+        state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+        reads.append(torch.einsum("bhk,bhkv->bhv", r, state))
+    return torch.stack(reads, dim=1), state
+
+
+def naive(inputs: list[Tensor], state: Tensor) -> Result:
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
+
+    tokens = inputs[0].shape[1]
+    padded = [F.pad(z, (0, 0, 0, 0, 0, -tokens % 32)).transpose(1, 2) for z in inputs]
+    r, log_w, k, v, a, b = padded
+    out, last = dplr_chunkwise(r * r.shape[-1] ** 0.5, k, v, a, b, log_w, initial_state=state)
+    return out.transpose(1, 2)[:, :tokens], last
+
+
+def random_inputs(tokens: int, keys: int, values: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Decays from none to the strongest; K and V differ, so that no transposed state passes."""
+    generator = torch.Generator().manual_seed(tokens + keys)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shape = (2, tokens, 3, keys)
+    removed = F.normalize(normal(*shape), dim=-1)
+    inputs = [
+        normal(*shape),
+        -0.6065 * torch.sigmoid(4 * normal(*shape)),
+        normal(*shape),
+        normal(2, tokens, 3, values),
+        -removed,
+        removed * torch.sigmoid(normal(*shape)),
+    ]
+    state = normal(2, 3, keys, values)
+    return [z.to(dtype).requires_grad_() for z in inputs], state.to(dtype).requires_grad_()
+
+
+def with_gradients(
+    function: Callable[[list[Tensor], Tensor], Result], inputs: list[Tensor], state: Tensor
+) -> list[Tensor]:
+    """Output, final state and the gradients of all inputs and the initial state, through both."""
+    out, last = function(inputs, state)
+    weights = [torch.linspace(-1, 1, z.numel(), dtype=z.dtype).sin().view_as(z) for z in (out, last)]
+    gradients = torch.autograd.grad((out, last), [*inputs, state], weights)
+    return [out.detach(), last.detach(), *gradients]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 100])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 3e-6), (torch.float64, 1e-13)])
+def test_outputs_states_and_gradients_equal_a_float64_loop(
+    tokens: int, dtype: torch.dtype, allowed: float
+) -> None:
+    inputs, state = random_inputs(tokens, keys=16, values=24, dtype=dtype)
+    found = with_gradients(chunked, inputs, state)
+    exact = [z.detach().double().requires_grad_() for z in (*inputs, state)]
+    for ours, expected in zip(found, with_gradients(loop, exact[:-1], exact[-1]), strict=True):
+        assert ours.dtype == dtype
+        assert (ours - expected).abs().max() <= allowed * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [64, 77])
+def test_outputs_states_and_gradients_equal_the_plain_path_of_fla(tokens: int) -> None:
+    inputs, state = random_inputs(tokens, keys=16, values=24, dtype=torch.float32)
+    for ours, expected in zip(
+        with_gradients(chunked, inputs, state), with_gradients(naive, inputs, state), strict=True
+    ):
+        assert (ours - expected).abs().max() <= 5e-6 * expected.abs().max()
+
+
+def test_the_strongest_decay_stays_finite_and_exact() -> None:
+    inputs, state = random_inputs(96, keys=16, values=24, dtype=torch.float32)
+    inputs[1] = torch.full_like(inputs[1], -0.6065).requires_grad_()
+    exact = [z.detach().double().requires_grad_() for z in (*inputs, state)]
+    found = with_gradients(chunked, inputs, state)
+    for ours, expected in zip(found, with_gradients(loop, exact[:-1], exact[-1]), strict=True):
+        assert (ours - expected).abs().max() <= 3e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("cuts", [[32], [96], [32, 64, 96], [160]], ids=str)
+def test_calls_that_hand_the_state_over_give_the_bits_of_one_call(cuts: list[int]) -> None:
+    inputs, state = random_inputs(177, keys=16, values=24, dtype=torch.float32)
+    with torch.no_grad():
+        whole, last = chunked(inputs, state)
+        parts = []
+        for low, high in pairwise([0, *cuts, 177]):
+            part, state = chunked([z[:, low:high] for z in inputs], state)
+            parts.append(part)
+
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(state, last)

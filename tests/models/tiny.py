@@ -1,0 +1,54 @@
+"""Small models and data for tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.backbone import Backbone
+from models.budget import PowerLawBudget
+from models.config import (
+    KVMConfig,
+    ModelConfig,
+    RWKV7Config,
+    SlidingWindowConfig,
+)
+from models.initialise import initialise
+
+HYBRID = ["kvm", "rwkv7", "sliding_window", "kvm"]
+
+
+def tiny_config(layers: list[str], **changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "vocab_size": 37,
+        "hidden_size": 32,
+        "num_layers": len(layers),
+        "num_heads": 2,
+        "layers": layers,
+        "base_width": 32,
+        "kvm": KVMConfig(chunk=16, budget=PowerLawBudget(factor=3, minimum=16)),
+        "rwkv7": RWKV7Config(head_dim=16),
+        "sliding_window": SlidingWindowConfig(window=8),
+    }
+    return ModelConfig(**(values | changes))
+
+
+def tiny_model(layers: list[str], **changes: Any) -> Backbone:
+    """A model whose every part matters: output matrices and low-rank maps are not left at zero."""
+    model = Backbone(tiny_config(layers, **changes))
+    initialise(model, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+        model.embedding.weight.normal_(generator=generator)
+    return model
+
+
+def tiny_batch(tokens: int, batch: int = 2, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """Input ids and labels, every seventh label ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(37, (batch, tokens + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[:, ::7] = -100
+    return ids[:, :-1], labels
