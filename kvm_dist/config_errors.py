@@ -109,7 +109,7 @@ def _nearest(tree: Located, path: tuple[str, ...]) -> str:
     prefix = "".join(part + "." for part in above)
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"did you mean {prefix}{close[0]}?"
-    elsewhere = [key for key in _known_keys() if key.rsplit(".", 1)[-1] == name]
+    elsewhere = [key for key in _known_keys() if key.rsplit(".", 1)[-1] == name and key != ".".join(path)]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
     return f"known keys here: {', '.join(dict.fromkeys(siblings))}"
