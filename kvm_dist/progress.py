@@ -1,12 +1,13 @@
 """How far a run is: a live line on a terminal, now and then a plain line elsewhere. Imports no torch."""
 
+import contextlib
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-_BAR_CELLS = 24
+_MOST_BAR_CELLS, _FEWEST_BAR_CELLS = 30, 6
 _SMOOTHING = 0.1
 _REDRAW_SECONDS = 0.1
 
@@ -33,6 +34,9 @@ class Progress:
         self._line_seconds = line_seconds
         self._clock = clock
         self._live = self._stream.isatty()
+        self._full, self._empty = (
+            ("━", "┄") if (self._stream.encoding or "").startswith("utf") else ("=", ".")
+        )
         self._updated = clock()
         self._shown: float | None = None
         self._seconds_per_step: float | None = None
@@ -55,9 +59,14 @@ class Progress:
     def close(self) -> None:
         """Leaves the cursor on a fresh line; call it before anything else is printed."""
         if self._open_line:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._open_line = False
+
+    def _write(self, text: str) -> None:
+        """A terminal that was closed does not end the run."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
     def _measure(self, step: int, now: float) -> None:
         if step <= self._step:
@@ -69,29 +78,33 @@ class Progress:
 
     def _text(self, metrics: Mapping[str, float]) -> str:
         width = len(str(self._total))
-        parts = [f"step {self._step:{width}d}/{self._total}"]
-        if self._live:
-            filled = min(_BAR_CELLS, _BAR_CELLS * self._step // self._total)
-            parts.append("━" * filled + "┄" * (_BAR_CELLS - filled))
-        parts.append(f"{self._step / self._total:4.0%}")
+        parts = [f"step {self._step:{width}d}/{self._total}", f"{100 * self._step // self._total:3d}%"]
         if "train/loss" in metrics:
             parts.append(f"loss {metrics['train/loss']:.4f}")
         if self._validation is not None:
-            parts.append(f"validation {self._validation:.4f}")
+            parts.append(f"val {self._validation:.4f}")
         if "perf/tokens_per_second" in metrics:
             parts.append(f"{short_count(metrics['perf/tokens_per_second'])} tok/s")
         if self._seconds_per_step is not None and self._step < self._total:
             parts.append(f"{duration(self._seconds_per_step * (self._total - self._step))} left")
         return "  ".join(parts)
 
+    def _bar(self, columns: int) -> str:
+        """As wide as the text leaves room for, nothing if that is too little."""
+        cells = min(columns - 2, _MOST_BAR_CELLS)
+        if cells < _FEWEST_BAR_CELLS:
+            return ""
+        filled = min(cells, cells * self._step // self._total)
+        return self._full * filled + self._empty * (cells - filled) + "  "
+
     def _show(self, text: str, closing: bool) -> None:
         if self._live:
-            columns = shutil.get_terminal_size().columns
-            self._stream.write(f"\r\x1b[2K{text[: columns - 1]}")
+            columns = shutil.get_terminal_size().columns - 1
+            line = f"{self._bar(columns - len(text))}{text}"[:columns]
+            self._write(f"\r\x1b[2K{line}")
             self._open_line = True
         else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+            self._write(text + "\n")
         if closing:
             self.close()
 
