@@ -1,4 +1,4 @@
-"""Where documents come from: files, folders, JSON lines and token arrays, cut into pieces of work. No torch."""
+"""Where documents come from: files, folders, JSON lines and token arrays, cut into pieces. No torch."""
 
 import gzip
 import json
@@ -220,7 +220,7 @@ def _gzip_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """Lines of a zstd file of any number of frames; the library's own reader takes a cut file for a whole one."""
+    """Lines of a zstd file of any number of frames. The library's reader takes a cut file for a whole one."""
     pending = b""
     try:
         for block in _zstd_blocks(file):

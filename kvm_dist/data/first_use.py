@@ -20,14 +20,14 @@ def ensure_prepared(
 ) -> DatasetIndex:
     """The index at `data.path`; prepared from `data.source` first if it is not there.
 
-    Several processes may call this at once: one prepares, the others wait. Raises DataError if there is nothing to
-    prepare from, if another tokenizer made the data, or if its ids do not fit a model of `vocab_size`.
+    Several processes may call this at once: one prepares, the others wait. Raises DataError if there is
+    nothing to prepare from, if another tokenizer made the data, or if a model of `vocab_size` lacks some ids.
     """
     if not (Path(config.path) / INDEX_NAME).is_file():
         if config.source is None:
             raise DataError(
-                f"no dataset at data.path={config.path} and data.source is not set; run `kvm-dist data prepare "
-                f"SOURCE {config.path} --tokenizer {config.tokenizer}`, or set data.source"
+                f"no dataset at data.path={config.path} and data.source is not set; run `kvm-dist data "
+                f"prepare SOURCE {config.path} --tokenizer {config.tokenizer}`, or set data.source"
             )
         prepare(
             config.source,

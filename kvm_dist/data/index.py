@@ -1,4 +1,4 @@
-"""The index of a prepared dataset: what every shard holds and must hash to. Written last. Imports no torch."""
+"""The index of a prepared dataset: what every shard holds and must hash to. Written last. No torch."""
 
 import hashlib
 import io
@@ -131,7 +131,8 @@ def load_index(directory: str | Path) -> DatasetIndex:
     path = Path(directory) / INDEX_NAME
     if not path.is_file():
         raise DataError(
-            f"no dataset at {directory}: {INDEX_NAME} is missing; run `kvm-dist data prepare SOURCE {directory}`"
+            f"no dataset at {directory}: {INDEX_NAME} is missing; "
+            f"run `kvm-dist data prepare SOURCE {directory}`"
         )
     try:
         content = json.loads(path.read_bytes())
@@ -139,7 +140,8 @@ def load_index(directory: str | Path) -> DatasetIndex:
             raise ValueError("not an object with a version")
         if content["version"] != VERSION:
             raise DataError(
-                f"{path} has version {content['version']}, wanted {VERSION}; prepare the data again with this release"
+                f"{path} has version {content['version']}, wanted {VERSION}; "
+                "prepare the data again with this release"
             )
         index = DatasetIndex(directory=Path(directory).resolve(), **content)
         digest = _digest(content)
@@ -159,9 +161,9 @@ def require_tokenizer(index: DatasetIndex, tokenizer: Tokenizer) -> None:
     made_by = index.tokenizer
     if made_by.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{index.directory} was prepared with tokenizer {made_by.name!r} ({made_by.fingerprint[:12]}), but "
-            f"data.tokenizer is {tokenizer.name!r} ({tokenizer.fingerprint[:12]}); set data.tokenizer={made_by.name} "
-            "or prepare the text again into another folder"
+            f"{index.directory} was prepared with tokenizer {made_by.name!r} ({made_by.fingerprint[:12]}), "
+            f"but data.tokenizer is {tokenizer.name!r} ({tokenizer.fingerprint[:12]}); "
+            f"set data.tokenizer={made_by.name} or prepare the text again into another folder"
         )
 
 

@@ -26,7 +26,8 @@ class MicroBatch:
 class StepBatch:
     """What one data rank consumes in one optimizer step.
 
-    `position` is the number of sequences consumed by all ranks after this step: the whole state of the stream.
+    `position` is the number of sequences consumed by all ranks after this step: the whole state of the
+    stream. `damaged` names the masked shards that its sequences came from, with their documents.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -176,7 +177,7 @@ class BatchStream:
 
 
 def _in_processes(steps: _Steps, workers: int) -> Iterator[StepBatch | DataError]:
-    # A generator of its own: creating a loader draws from torch's global one, and that must depend on no worker.
+    # A generator of its own: a loader draws from torch's global one, which must not depend on workers.
     return iter(
         DataLoader(
             steps,

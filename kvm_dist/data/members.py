@@ -48,34 +48,42 @@ def scan_samples(data: bytes) -> Iterator[tuple[str, dict[str, memoryview]]]:
     Raises BadShard at the first member that is no plain file, not allow-listed, too large, repeated, or not
     adjacent to the rest of its sample, and at a sample that lacks a member.
     """
+    infos, fault = _headers(data)
     seen: set[str] = set()
     key, members = "", dict[str, memoryview]()
-    for info in _headers(data, seen):
+    for info in infos:
         matched = MEMBER_NAME.match(info.name)
-        if not matched or info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-            raise BadShard(f"member {info.name[:80]!r} is not allowed in a shard", len(seen), key)
-        if info.size > LARGEST_MEMBER_BYTES or info.offset_data + info.size > len(data):
-            raise BadShard(f"member {info.name!r} claims {info.size} bytes", max(0, len(seen) - 1), key)
-        if matched[1] != key:
-            if key:
-                yield key, _complete(key, members, len(seen) - 1)
-            key, members = matched[1], {}
-            if key in seen:
-                raise BadShard("its members are not adjacent, or its key appears twice", len(seen), key)
-            seen.add(key)
-        if matched[2] in members:
+        allowed = matched is not None and info.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+        next_key, extension = (matched[1], matched[2]) if matched else ("", "")
+        if key and next_key != key:
+            yield key, _complete(key, members, len(seen) - 1)
+            members = {}
+        if not allowed:
+            raise BadShard(f"member {info.name[:80]!r} is not allowed in a shard", len(seen))
+        if next_key != key and next_key in seen:
+            raise BadShard("its members are not adjacent, or its key appears twice", len(seen), next_key)
+        seen.add(next_key)
+        key = next_key
+        if extension in members:
             raise BadShard(f"member {info.name!r} appears twice", len(seen) - 1, key)
-        members[matched[2]] = memoryview(data)[info.offset_data : info.offset_data + info.size]
-    if key:
+        if info.size > LARGEST_MEMBER_BYTES or info.offset_data + info.size > len(data):
+            raise BadShard(f"the file ends inside member {info.name!r}", len(seen) - 1, key)
+        members[extension] = memoryview(data)[info.offset_data : info.offset_data + info.size]
+    if key and (len(members) == len(EXTENSIONS) or not fault):
         yield key, _complete(key, members, len(seen) - 1)
+    if fault:
+        raise BadShard(f"the tar is damaged: {fault}", len(seen) - (0 < len(members) < len(EXTENSIONS)))
 
 
-def _headers(data: bytes, seen: set[str]) -> Iterator[tarfile.TarInfo]:
+def _headers(data: bytes) -> tuple[list[tarfile.TarInfo], str]:
+    """Every readable header, and what made reading stop before the end of the archive."""
+    infos: list[tarfile.TarInfo] = []
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            yield from archive
+            infos.extend(archive)
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise BadShard(f"the tar is damaged: {error}", len(seen)) from error
+        return infos, str(error) or "unreadable"
+    return infos, ""
 
 
 def _complete(key: str, members: dict[str, memoryview], sample: int) -> dict[str, memoryview]:

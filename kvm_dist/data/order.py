@@ -1,9 +1,9 @@
 """In which order sequences are seen: a pure function of seed, epoch, data and lengths. Imports no torch.
 
-An epoch permutes the shards of a split and groups consecutive ones into pools of up to `shuffle_tokens` tokens.
-In a pool the documents are permuted, joined (a separator before the first and after each), and cut into windows
-of `sequence_length + 1` tokens that overlap by one, so that every token and separator is predicted exactly once.
-The windows are permuted again. The last window of a pool is filled up with masked separators.
+An epoch permutes the shards of a split and groups consecutive ones into pools of up to `shuffle_tokens`
+tokens. In a pool the documents are permuted, joined (a separator before the first and after each), and cut
+into windows of `sequence_length + 1` tokens that overlap by one, so that every token and separator is
+predicted exactly once. The windows are permuted again. The last window of a pool ends in masked separators.
 No rank, world size or worker enters: a position is the number of sequences consumed since training began.
 """
 
@@ -64,9 +64,9 @@ class SequenceOrder:
             split = shards[0].split if shards else "this"
             raise DataError(
                 f"the {split} split holds {tokens} tokens, fewer than one sequence of data.sequence_length="
-                f"{sequence_length}; prepare more text or set data.sequence_length to at most {max(tokens, 1)}"
+                f"{sequence_length}; prepare more text or set it to at most {max(tokens, 1)}"
             )
-        # Epochs differ a little in length, since pools do: starts are summed up as far as they are asked for.
+        # Epochs differ a little in length, as pools do: starts are summed as far as they are asked for.
         self._epoch_starts = [0]
         self._pools: tuple[int, list[Pool]] = (-1, [])
 

@@ -1,4 +1,4 @@
-"""A pool in memory: documents joined in the order of the epoch, as one flat token array. Imports no torch itself."""
+"""A pool in memory: documents joined in the order of the epoch, as one flat token array."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokenPool:
-    """`tokens` [sequences * T + 1]; `known` [sequences * T + 1] is False where the target is masked."""
+    """`tokens` [sequences * T + 1]; `known`, of the same shape, is False where the target is masked."""
 
     pool: Pool
     sequence_length: int
@@ -35,8 +35,8 @@ class TokenPool:
 def read_pool(index: DatasetIndex, order: SequenceOrder, pool: Pool, damaged_allowed: int) -> TokenPool:
     """Read the shards of a pool and join their documents.
 
-    Documents of up to `damaged_allowed` damaged shards are replaced by masked separators of the same number, so
-    that every other token keeps its place. Raises DataError beyond that.
+    Documents of up to `damaged_allowed` damaged shards are replaced by masked separators of the same
+    number, so that every other token keeps its place. Raises DataError beyond that.
     """
     parts: list[Documents] = []
     lost: list[bool] = []
@@ -60,9 +60,10 @@ def require_allowed(damaged: dict[str, int], allowed: int, problem: str) -> None
     """Stop once more shards are damaged than data.damaged_shards_allowed."""
     if len(damaged) > allowed:
         raise DataError(
-            f"damaged shard: {problem}. Damaged so far: {len(damaged)}, data.damaged_shards_allowed={allowed}; "
-            "run `kvm-dist data check` for all of them, delete them and run `kvm-dist data prepare` again, or "
-            "raise data.damaged_shards_allowed to train without them"
+            f"damaged shard: {problem}. Damaged so far: {len(damaged)}, "
+            f"data.damaged_shards_allowed={allowed}; "
+            "run `kvm-dist data check` for all of them, delete them and run `kvm-dist data prepare` "
+            "again, or raise data.damaged_shards_allowed to train without them"
         )
 
 

@@ -1,4 +1,4 @@
-"""Text to shards: in parallel, resumable, and nothing ever half there under its final name. Imports no torch."""
+"""Text to shards: in parallel, resumable, nothing ever half there under its final name. No torch."""
 
 import json
 import multiprocessing
@@ -71,7 +71,8 @@ def prepare(
     """Tokenise `source` into WebDataset shards with an index in `out`.
 
     Args:
-        source: A text file, a folder, `.jsonl[.gz|.zst]` with a "text" key, `.npy` token ids, or "python-stdlib".
+        source: A text file, a folder, `.jsonl[.gz|.zst]` with a "text" key, `.npy` token ids, or
+            "python-stdlib".
         tokenizer_name: `bytes`, `rwkv-world`, or a Hugging Face tokenizer folder or name.
         validation_fraction: Share of documents held out, decided by a hash of their content; at least one.
         shard_tokens: Most tokens of a shard, unless one document is longer.
@@ -97,8 +98,8 @@ def prepare(
         with locked(target / SCRATCH / "lock", wait):
             if wait and (target / INDEX_NAME).is_file():
                 return load_index(target)
-            _claim(target, settings)
             units = _units(settings.source, target, unit_bytes)
+            _claim(target, settings)
             records = _records(units, job, tokenizer, validation_fraction, progress)
             _finish(target, tokenizer, records, progress)
     except BlockingIOError as error:
@@ -111,12 +112,12 @@ def prepare(
 
 
 def _claim(out: Path, settings: _Settings) -> None:
-    """Remember the settings at the first call, refuse others later, sweep what a killed process left."""
+    """Remember the settings, refuse others once a unit is done, sweep what a killed process left."""
     path = out / SCRATCH / "settings.json"
     for leftover in (out / SCRATCH).glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     wanted = asdict(settings)
-    if not path.is_file():
+    if not path.is_file() or not any((out / SCRATCH).glob("unit-*.json")):
         with replacing(path, out / SCRATCH) as file:
             file.write(json.dumps(wanted, indent=1).encode())
         return
@@ -128,7 +129,8 @@ def _claim(out: Path, settings: _Settings) -> None:
     ]
     if different:
         raise ConfigError(
-            f"{out} was prepared with another {', '.join(different)}; choose another folder or delete this one"
+            f"{out} was prepared with another {', '.join(different)}; "
+            "choose another folder or delete this one"
         )
 
 
@@ -143,34 +145,33 @@ def _records(
 ) -> list[UnitRecord]:
     """Tokenise what is not done. Both splits get a document: the threshold gives way if it has to."""
     base = round(fraction * HASH_RANGE)
-    records = {unit.number: read_record(unit, job.out) for unit in units}
-    missing = [unit for unit in units if records[unit.number] is None]
+    records = {unit.number: record for unit in units if (record := read_record(unit, job.out))}
+    missing = [unit for unit in units if unit.number not in records]
     records |= _tokenise(missing, job, tokenizer, base, progress)
-    done = [record for record in records.values() if record is not None]
-    spans = [record.hashes for record in done if record.hashes]
+    spans = [record.hashes for record in records.values() if record.hashes]
     smallest = min((low for low, _ in spans), default=0)
     largest = max((high for _, high in spans), default=0)
     if smallest == largest:
         raise DataError(
-            f"the source holds {'one document' if spans else 'no text'}; training and validation need at least two "
-            "different documents (files, or lines of a .jsonl file)"
+            f"the source holds {'one document' if spans else 'no text'}; training and validation need "
+            "at least two different documents (files, or lines of a .jsonl file)"
         )
     threshold = min(max(base, smallest + 1), largest)
-    divided = [unit for unit in units if not (records[unit.number] or done[0]).splits_alike(threshold)]
+    divided = [unit for unit in units if not records[unit.number].splits_alike(threshold)]
     records |= _tokenise(divided, job, tokenizer, threshold, progress)
-    return [record for unit in units if (record := records[unit.number]) is not None]
+    return [records[unit.number] for unit in units]
 
 
 def _tokenise(
     units: Sequence[Unit], job: _Job, tokenizer: Tokenizer, threshold: int, progress: bool
-) -> dict[int, UnitRecord | None]:
+) -> dict[int, UnitRecord]:
     """Records of `units`, made by as many processes as are worth starting."""
     if not units:
         return {}
     # From here on shards are replaced: an older index must not vouch for them.
     (job.out / INDEX_NAME).unlink(missing_ok=True)
     total = sum(unit.work_bytes for unit in units)
-    records: dict[int, UnitRecord | None] = {}
+    records: dict[int, UnitRecord] = {}
     with show_progress(f"preparing {job.out}", total, silent=not progress) as shown:
         if min(job.workers, len(units)) == 1 or total < IN_PROCESS_BYTES:
             for unit in units:
@@ -183,8 +184,8 @@ def _tokenise(
 
 def _tokenise_in_processes(
     units: Sequence[Unit], job: _Job, threshold: int, shown: Progress
-) -> dict[int, UnitRecord | None]:
-    records: dict[int, UnitRecord | None] = {}
+) -> dict[int, UnitRecord]:
+    records: dict[int, UnitRecord] = {}
     pool = ProcessPoolExecutor(
         min(job.workers, len(units)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -203,8 +204,8 @@ def _tokenise_in_processes(
                 shown.advance(unit.work_bytes)
         except BrokenProcessPool as error:
             raise RunError(
-                "a preparing process was killed, perhaps for lack of memory; run the same command again to go on, "
-                "with fewer workers if it was memory"
+                "a preparing process was killed, perhaps for lack of memory; run the same command again to "
+                "go on, with fewer workers if it was memory"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -34,7 +34,8 @@ class _Lines:
         elapsed = now - self._started
         left = elapsed / max(1, self._done) * (self._total - self._done)
         print(
-            f"{self._label}: {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB, {elapsed:.0f} s, {left:.0f} s left",
+            f"{self._label}: {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB, "
+            f"{elapsed:.0f} s, {left:.0f} s left",
             file=sys.stderr,
             flush=True,
         )

@@ -1,12 +1,13 @@
 """Reading a shard through webdataset, after its bytes were checked against the index.
 
-webdataset ends a truncated tar early without an error, opens `pipe:` addresses and unpickles members. So the file
-is read here, hashed, and its headers are scanned first; webdataset sees only those bytes, never an address, and
-the arrays are decoded by `members.read_sample`.
+webdataset ends a truncated tar early without an error, opens `pipe:` addresses and unpickles members. So the
+file is read here, hashed, and its headers are scanned first; webdataset sees only those bytes, never an
+address, and the arrays are decoded by `members.read_sample`.
 """
 
 import hashlib
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from kvm_dist.data.check import read_bytes, verify_shard
 from kvm_dist.data.index import DatasetIndex, ShardEntry
 from kvm_dist.data.members import EXTENSIONS, BadShard, read_sample, scan_samples
+from kvm_dist.data.shard_writer import Split
+from kvm_dist.exit_codes import DataError
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Documents:
 
 
 def read_shard(index: DatasetIndex, shard: ShardEntry) -> Documents:
-    """All documents of a shard. Raises BadShard, naming the first bad sample, unless it is what the index says."""
+    """All documents of a shard. Raises BadShard, naming the first bad sample, unless the index agrees."""
     data = read_bytes(index.directory, shard)
     if hashlib.sha256(data).hexdigest() != shard.sha256:
         verify_shard(data, shard, index.sample_checks()[shard.name])
@@ -49,3 +52,18 @@ def read_shard(index: DatasetIndex, shard: ShardEntry) -> Documents:
     if tokens.dtype.str != index.tokenizer.dtype or int(tokens.max()) >= index.tokenizer.vocab_size:
         raise BadShard(f"token ids of another vocabulary than {index.tokenizer.name}", 0)
     return Documents(tokens, lengths)
+
+
+def split_documents(index: DatasetIndex, split: Split, minimum_tokens: int = 1) -> Iterator[np.ndarray]:
+    """Documents of a split of at least `minimum_tokens`, in the order of the index, each [tokens] unsigned.
+
+    Raises DataError at a damaged shard.
+    """
+    for shard in index.split(split):
+        try:
+            documents = read_shard(index, shard)
+        except BadShard as error:
+            raise DataError(f"damaged shard: {index.directory / shard.name}: {error}") from error
+        for document in np.split(documents.tokens, np.cumsum(documents.lengths, dtype=np.int64)[:-1]):
+            if document.size >= minimum_tokens:
+                yield document

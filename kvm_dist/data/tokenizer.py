@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, the RWKV world vocabulary, or a Hugging Face tokenizer. Imports no torch."""
+"""Text to token ids and back: bytes, the RWKV world vocabulary, or a Hugging Face tokenizer. No torch."""
 
 import ast
 import hashlib

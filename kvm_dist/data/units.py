@@ -1,4 +1,4 @@
-"""The unit of preparation: some pieces of the source, tokenised by one process and recorded when done. No torch."""
+"""The unit of preparation: some pieces of the source, tokenised by one process and recorded. No torch."""
 
 import hashlib
 import json
@@ -38,8 +38,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """A finished unit. Documents whose hash is below `threshold` went to validation; `hashes` are the smallest
-    and largest document hash, null without documents."""
+    """A finished unit. Documents whose hash is below `threshold` went to validation.
+
+    `hashes` are the smallest and largest document hash, None without documents.
+    """
 
     inputs: str
     threshold: int
@@ -67,7 +69,7 @@ def group_pieces(pieces: Sequence[Piece], unit_bytes: int) -> list[Unit]:
 
 
 def default_unit_bytes(pieces: Sequence[Piece]) -> int:
-    """About 32 units, of 1 MiB to 256 MiB. A power of two, so that a source that grows a little keeps its units."""
+    """About 32 units of 1 to 256 MiB. A power of two: a source that grows a little keeps its units."""
     share = max(1, sum(piece.work_bytes for piece in pieces) // 32)
     return min(max(1 << share.bit_length(), 1 << 20), 256 << 20)
 
@@ -111,7 +113,7 @@ def tokenise_unit(
 
 
 def read_record(unit: Unit, out: Path) -> UnitRecord | None:
-    """The record of a finished unit, or None if it is not finished, its inputs changed, or a shard is gone."""
+    """The record of a finished unit; None if it is not finished, its inputs changed, or a shard is gone."""
     path = unit.record_path(out)
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""The validation sequences of one data rank: the same ones at every call, in every run, at every world size."""
+"""The validation sequences of one data rank: the same at every call, in every run, at every world size."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,8 @@ _SEED = 0
 class ValidationBatches:
     """Iterable any number of times over micro-batches of `batch_sequences` sequences.
 
-    All data ranks together see the first `sequences` sequences of a fixed shuffle of the validation split (all of
-    it if it has fewer). Every rank gets the same number of micro-batches: the rest is filled up with masked rows.
+    All data ranks together see the first `sequences` sequences of a fixed shuffle of the validation split, or
+    all of it. Every rank gets the same number of micro-batches, filled up with masked rows.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ValidationBatches:
         return -(-self.sequences // (self._rows * self._data_size))
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Micro-batches of inputs and labels [b, T], int64. The first call reads them, in four bytes a token."""
+        """Micro-batches of inputs and labels [b, T], int64. The first call reads them and keeps them."""
         if self._kept is None:
             self._kept = list(self._read())
         for kept in self._kept:
