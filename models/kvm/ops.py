@@ -2,12 +2,14 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from models.budget import SlotBudget
 from models.kvm.layout import KVMSettings, slots_covering, tokens_covered, window_start
 from models.kvm.reference import Parameters, kvm_reference
 from models.kvm.state import KVMState, accumulation_dtype
+from models.kvm.torch_backend import kvm_torch
 from parallel.sequence.context import Exchange, NoExchange
 
 Backend = Literal["auto", "reference", "torch", "triton"]
@@ -76,20 +78,57 @@ def kvm_attention(
         )
     if state is not None:
         _check_state(state, q, merge_gate, settings)
-    chosen = _backend(backend)
+    _check_place(state, exchange, start, q.shape[1], return_state, settings)
+    chosen = _backend(backend, exchange)
     parameters = Parameters(key_norm_weight, key_norm_bias, state_temperature, window_temperature)
-    if chosen == "reference" and not (exchange.has_previous or exchange.has_next):
-        output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
-        return output, after if return_state else None
-    raise ValueError(f"backend={backend!r} does not run on a shard of a sequence; use backend='torch'")
+    with torch.autocast(q.device.type, enabled=False):  # routing does not survive rounding
+        if chosen == "reference":
+            output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
+            return output, after if return_state else None
+        return kvm_torch(q, k, v, merge_gate, parameters, settings, state, return_state, exchange, start)
 
 
-def _backend(backend: str) -> str:
-    if backend not in ("auto", "reference", "torch", "triton"):
-        raise ValueError(f"backend={backend!r}: want 'auto', 'reference', 'torch' or 'triton'")
+def _backend(backend: str, exchange: Exchange) -> Literal["reference", "torch"]:
     if backend == "triton":
         raise ValueError("backend='triton': there are no KVM kernels yet; use 'auto' or 'torch'")
-    return "reference"
+    if backend == "reference":
+        if exchange.has_previous or exchange.has_next:
+            raise ValueError(
+                "backend='reference' does not run on a shard of a sequence; use 'auto' or 'torch'"
+            )
+        return "reference"
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend={backend!r}: want 'auto', 'reference', 'torch' or 'triton'")
+    return "torch"
+
+
+def _check_place(
+    state: KVMState | None,
+    exchange: Exchange,
+    start: int,
+    tokens: int,
+    return_state: bool,
+    settings: KVMSettings,
+) -> None:
+    """Where the tokens lie in the sequence, and who holds what is before and after them."""
+    stop = start + tokens
+    if not exchange.has_previous:
+        expected = state.position if state else 0
+        if start not in (0, expected):
+            raise ValueError(f"start={start}: these tokens begin at {expected}; leave start out")
+    elif state is not None:
+        raise ValueError("state: the rank before hands it over; give state only without an exchange")
+    elif start <= 0 or start % settings.chunk:
+        raise ValueError(
+            f"start={start}: a shard after the first begins at a multiple of chunk={settings.chunk}"
+        )
+    if exchange.has_next and stop % settings.chunk:
+        raise ValueError(
+            f"the shard [{start}, {stop}) ends inside a chunk: want a multiple of chunk="
+            f"{settings.chunk} for all shards but the last"
+        )
+    if exchange.has_next and return_state:
+        raise ValueError("return_state: only the last rank has the state after the sequence")
 
 
 def _check_tensors(

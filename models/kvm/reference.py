@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.kvm.layout import Block, Fold, KVMSettings, Plan, plan_call, window_start
-from models.kvm.state import KVMState, accumulation_dtype
+from models.kvm.state import KVMState, accumulation_dtype, window_after
 
 
 @dataclass(frozen=True)
@@ -241,15 +241,11 @@ def _slots_of(state: KVMState) -> Slots:
 def _state_after(
     plan: Plan, slots: Slots, window: tuple[Tensor, Tensor, Tensor | None], settings: KVMSettings
 ) -> KVMState:
-    k, v, gate = window
-    kept = slice(k.shape[1] - (plan.stop - window_start(settings, plan.stop)), None)
     return KVMState(
-        keys=slots.keys,
-        values=slots.values,
-        radii=slots.magnitudes if settings.value_radius else None,
-        counts=None if settings.value_radius else slots.magnitudes,
-        window_keys=k[:, kept],
-        window_values=v[:, kept],
-        window_gate=None if gate is None else gate[:, kept],
-        position=plan.stop,
+        slots.keys,
+        slots.values,
+        slots.magnitudes if settings.value_radius else None,
+        None if settings.value_radius else slots.magnitudes,
+        *window_after(None, *window, plan.stop - window_start(settings, plan.stop)),
+        plan.stop,
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 class KVMState:
     """Slots and window after `position` tokens: enough to go on, by one token or by many.
 
-    Slots (m) are running sums in float32 (float64 for float64 inputs), sinks first. Gradients flow through all
-    of it. The window holds the tokens that are not folded in yet, or that the next block still reads.
+    Slots (m) are running sums in float32 (float64 for float64 inputs), sinks first. All of it carries
+    gradients. The window holds the tokens that are not folded in yet, or that the next block still reads.
     """
 
     keys: Tensor  # [B, H, m, D] sums of normed keys
@@ -34,3 +34,24 @@ class KVMState:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Routing is chaotic in low precision, so sums are never kept below float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def window_after(
+    state: KVMState | None, k: Tensor, v: Tensor, gate: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The last `count` tokens of the state's window and a call's k, v [B, T, H, D] and gate [B, T, H].
+
+    Copies, so that a state does not keep a whole call alive.
+    """
+
+    def last(before: Tensor | None, local: Tensor) -> Tensor:
+        missing = count - local.shape[1]
+        if missing <= 0 or before is None:
+            return local[:, max(-missing, 0) :].clone()
+        return torch.cat([before[:, before.shape[1] - missing :], local], dim=1)
+
+    return (
+        last(state.window_keys if state else None, k),
+        last(state.window_values if state else None, v),
+        None if gate is None else last(state.window_gate if state else None, gate),
+    )

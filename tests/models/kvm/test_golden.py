@@ -6,7 +6,7 @@ from tests.models.kvm import golden
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_output_gradients_and_final_state_equal_the_published_vectors(name: str, backend: str) -> None:
     case = golden.load(name)

@@ -1,0 +1,109 @@
+"""The serial pass: decide where every overflowing token goes. It reads keys and gate, no attention output."""
+
+import torch
+from torch import Tensor
+
+from models.kvm.layout import Fold, KVMSettings, Plan
+from models.kvm.memory import KeyMemory, KeyNorm, RoutedTokens
+from models.kvm.tokens import Tokens
+
+
+class CallTokens:
+    """Keys, values and gate of one call, handed out a fold at a time in the accumulation dtype."""
+
+    def __init__(
+        self, keys: Tokens, values: Tokens, gate: Tokens | None, norm: KeyNorm, settings: KVMSettings
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self.gate = gate
+        self.norm = norm
+        self.settings = settings
+
+    def masked_keys(self, fold: Fold) -> Tensor:
+        """[B, c, H, D] keys whose rotary dims are zeroed: what the state key norm is given."""
+        keys = self.keys.span(fold.start, fold.stop).to(self.norm.weight.dtype, copy=True)
+        keys[..., : self.settings.rotary_dims] = 0
+        return keys
+
+    def routed(self, fold: Fold, route: Tensor, kbar: Tensor, with_values: bool) -> RoutedTokens:
+        dtype = self.norm.weight.dtype
+        values = self.values.span(fold.start, fold.stop).to(dtype) if with_values else None
+        gate = None if self.gate is None else self.gate.span(fold.start, fold.stop).to(dtype)
+        return RoutedTokens(fold, route, kbar, values, gate, self.settings)
+
+
+def advance(tokens: CallTokens, boundary: Tensor, plan: Plan) -> tuple[Tensor, KeyMemory]:
+    """Routes [B, t, H] int32 of the tokens folded in this call, and S_K after the last fold.
+
+    boundary: [m, B, H, D], S_K before the call.
+    """
+    memory = KeyMemory(boundary, plan.slots_stop, tokens.norm)
+    batch, heads = boundary.shape[1:3]
+    count = plan.covered_stop - plan.covered_start
+    routes = torch.empty(batch, count, heads, dtype=torch.int32, device=boundary.device)
+    scratch = _similarity_buffer(plan, batch * heads, boundary)
+    for fold in plan.folds:
+        kbar = tokens.norm(tokens.masked_keys(fold))
+        route = route_of(routes, fold, plan)
+        route.copy_(
+            _open_all(fold, route) if fold.is_first_state else _route(tokens, kbar, memory, fold, scratch)
+        )
+        memory.fold(tokens.routed(fold, route, kbar, with_values=False))
+    return routes, memory
+
+
+def route_of(routes: Tensor, fold: Fold, plan: Plan) -> Tensor:
+    """The routes [B, c, H] of one fold."""
+    return routes[:, fold.start - plan.covered_start : fold.stop - plan.covered_start]
+
+
+def _open_all(fold: Fold, route: Tensor) -> Tensor:
+    slots = torch.arange(fold.slots_before, fold.slots_after, dtype=route.dtype, device=route.device)
+    return (~slots)[None, :, None].expand_as(route)
+
+
+def _route(tokens: CallTokens, kbar: Tensor, memory: KeyMemory, fold: Fold, scratch: Tensor) -> Tensor:
+    """[B, C, H]: the least similar tokens open slots, the others merge into the most similar slot."""
+    sinks, slots = tokens.settings.sinks, fold.slots_before
+    queries = _flat_heads(kbar.permute(0, 2, 1, 3))  # [B*H, C, D]
+    similarity = _similarity(queries, memory.normed[:slots], scratch)
+    best, chosen = similarity[:, :, sinks:].max(dim=-1)  # the first of equals
+    chosen += sinks
+    if fold.appended:
+        scores = best if sinks == 0 else torch.maximum(best, similarity[:, :, :sinks].amax(dim=-1))
+        opening = scores.sort(dim=-1, stable=True).indices[:, : fold.appended].sort(dim=-1).values
+        new_keys = _opened_keys(tokens, queries, fold, opening)
+        new_best, newly_chosen = torch.bmm(queries, tokens.norm(new_keys).transpose(1, 2)).max(dim=-1)
+        chosen = torch.where(new_best > best, newly_chosen + slots, chosen)
+        chosen.scatter_(
+            1, opening, ~torch.arange(slots, fold.slots_after, device=chosen.device).expand_as(opening)
+        )
+    return chosen.view(kbar.shape[0], kbar.shape[2], -1).transpose(1, 2)
+
+
+def _similarity(queries: Tensor, normed: Tensor, scratch: Tensor) -> Tensor:
+    """[B*H, C, m] of queries [B*H, C, D] with slots [m, B, H, D]."""
+    keys = normed.flatten(1, 2).permute(1, 2, 0)
+    shape = (*queries.shape[:2], len(normed))
+    out = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
+    return torch.bmm(queries, keys, out=out)
+
+
+def _opened_keys(tokens: CallTokens, queries: Tensor, fold: Fold, opening: Tensor) -> Tensor:
+    """[B*H, a, D] the sums of the slots that tokens `opening` [B*H, a] open."""
+    keys = queries.gather(1, opening[..., None].expand(*opening.shape, queries.shape[-1]))
+    if tokens.gate is None or not tokens.settings.gate_appends:
+        return keys
+    gate = tokens.gate.span(fold.start, fold.stop).to(queries.dtype).transpose(1, 2).flatten(0, 1)
+    return keys * gate.gather(1, opening)[..., None]
+
+
+def _similarity_buffer(plan: Plan, rows: int, like: Tensor) -> Tensor:
+    """One allocation for all folds: fresh memory of this size would cost more than the product itself."""
+    sizes = [(fold.stop - fold.start) * fold.slots_before for fold in plan.folds if not fold.is_first_state]
+    return like.new_empty(rows * max(sizes, default=0))
+
+
+def _flat_heads(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, 1)

@@ -1,0 +1,219 @@
+"""The backward of one call. Routes carry no gradient and the state is a sum: only sums are sequential here.
+
+A token in slot i gets what later reads send to slot i, so blocks are walked from last to first with one
+running gradient of the slots. All gradients are summed in a fixed order, later blocks first, however the
+sequence is cut.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.kvm.advance import CallTokens, route_of
+from models.kvm.attend import Queries, heads_first, slots_view, tempered, window_parts
+from models.kvm.layout import Block, Fold, Plan
+from models.kvm.memory import (
+    RewindableMemory,
+    RoutedTokens,
+    as_rows,
+    grown,
+    read_values,
+    read_values_backward,
+    row_numbers,
+)
+from models.kvm.softmax_part import softmax_part_backward
+from models.kvm.tokens import Tokens
+
+SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
+
+
+@dataclass(frozen=True)
+class ReadBackward:
+    """What the backward of a block's read starts from."""
+
+    queries: Queries
+    grad_output: Tensor  # [B, T, H, D]
+    output: Tensor  # [B, T, H, D]
+    log_sum: Tensor  # [B, H, T]
+
+    def part(
+        self, block: Block, k: Tensor, v: Tensor, temperature: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the tempered queries, of the keys and of the values of one part, [B, H, ., D]."""
+        local = slice(block.start - self.queries.start, block.stop - self.queries.start)
+        return softmax_part_backward(
+            heads_first(self.grad_output[:, local]).to(self.queries.dtype),
+            tempered(self.queries.block(block), temperature),
+            k,
+            v,
+            heads_first(self.output[:, local]).to(self.queries.dtype),
+            self.log_sum[:, :, local],
+            causal,
+        )
+
+
+class CallGradients:
+    """Gradients of everything a call was given, in the accumulation dtype."""
+
+    def __init__(self, queries: Queries, tokens: CallTokens) -> None:
+        dtype = queries.dtype
+        self.queries = queries
+        self.q = torch.zeros_like(queries.tensor, dtype=dtype, memory_format=torch.contiguous_format)
+        self.k = Tokens.zeros_like(tokens.keys, dtype)
+        self.v = Tokens.zeros_like(tokens.values, dtype)
+        self.gate = None if tokens.gate is None else Tokens.zeros_like(tokens.gate, dtype)
+        self.norm_weight = torch.zeros_like(tokens.norm.weight)
+        self.norm_bias = torch.zeros_like(tokens.norm.bias)
+        self.state_temperature = _zeros_or_none(queries.state_temperature)
+        self.window_temperature = _zeros_or_none(queries.window_temperature)
+
+    def add_query(
+        self, block: Block, grad: Tensor, temperature: Tensor | None, grad_temperature: Tensor | None
+    ) -> None:
+        """The gradient [B, H, c, D] of queries that were multiplied by an inverse temperature."""
+        local = slice(block.start - self.queries.start, block.stop - self.queries.start)
+        self.q[:, local] += tempered(grad, temperature).transpose(1, 2)
+        if grad_temperature is not None:
+            grad_temperature += torch.linalg.vecdot(grad, self.queries.block(block)).sum(dim=(0, 2))
+
+    def add_norm(self, weight: Tensor, bias: Tensor) -> None:
+        self.norm_weight += weight
+        self.norm_bias += bias
+
+
+@dataclass
+class WindowBackward:
+    """Gradients through the window.
+
+    Tokens from `edge` on are also read by the rank after, whose sums come first: what this rank has for them
+    waits until those are here.
+    """
+
+    gradients: CallGradients
+    edge: int
+    waiting: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+
+    def run(self, reads: ReadBackward, tokens: CallTokens, plan: Plan) -> None:
+        temperature, grad_temperature = reads.queries.window_temperature, self.gradients.window_temperature
+        for block in reversed(plan.blocks):
+            grad_q = None
+            for start, k, v, causal in window_parts(block, tokens):
+                dq, dk, dv = reads.part(block, k, v, temperature, causal)
+                grad_q = dq if grad_q is None else grad_q + dq
+                self._add(start, dk.transpose(1, 2), dv.transpose(1, 2))
+            assert grad_q is not None, "a block reads itself"
+            self.gradients.add_query(block, grad_q, temperature, grad_temperature)
+
+    def finish(self, later: tuple[Tensor, ...]) -> None:
+        """Take the sums of the rank after for the tokens from `edge` on, and add to them what waited."""
+        self.gradients.k.add(self.edge, later[0])
+        self.gradients.v.add(self.edge, later[1])
+        for start, dk, dv in self.waiting:
+            self.gradients.k.add(start, dk)
+            self.gradients.v.add(start, dv)
+        self.waiting.clear()
+
+    def _add(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        now = min(max(self.edge - start, 0), dk.shape[1])
+        if now:
+            self.gradients.k.add(start, dk[:, :now])
+            self.gradients.v.add(start, dv[:, :now])
+        if now < dk.shape[1]:
+            self.waiting.append((start + now, dk[:, now:], dv[:, now:]))
+
+
+class StateReads:
+    """Gradients that reads send to the slots, block by block from the last, as the memory goes back."""
+
+    def __init__(
+        self, reads: ReadBackward, tokens: CallTokens, routes: Tensor, plan: Plan, boundary: SlotTensors
+    ) -> None:
+        self.reads = reads
+        self.tokens = tokens
+        self.routes = routes
+        self.plan = plan
+        self.memory = RewindableMemory(boundary, plan.slots_stop, tokens.settings)
+        for fold in plan.folds:
+            kbar = tokens.norm(tokens.masked_keys(fold))
+            self.memory.fold(tokens.routed(fold, route_of(routes, fold, plan), kbar, with_values=True))
+
+    def rewind(self, folds: tuple[Fold, ...]) -> None:
+        for fold in reversed(folds):
+            self.memory.undo_fold(row_numbers(route_of(self.routes, fold, self.plan)))
+
+    def backward(self, block: Block, gradients: CallGradients) -> SlotTensors | None:
+        """What one block sends to the slots it read, or None; the memory must be at the block."""
+        if not block.slots:
+            return None
+        norm, settings = self.tokens.norm, self.tokens.settings
+        keys, values, magnitudes = self.memory.first(block.slots)
+        normed, mean, deviation = norm.with_statistics(keys)
+        read = read_values(values, magnitudes, settings)
+        temperature = self.reads.queries.state_temperature
+        dq, grad_normed, grad_read = self.reads.part(
+            block, slots_view(normed), slots_view(read), temperature, False
+        )
+        gradients.add_query(block, dq, temperature, gradients.state_temperature)
+        grad_keys, *grad_norm = norm.backward(_slots_first(grad_normed), keys, mean, deviation)
+        gradients.add_norm(*grad_norm)
+        return (grad_keys, *read_values_backward(_slots_first(grad_read), values, magnitudes, settings))
+
+
+class SlotGradient:
+    """The running gradient of the slots, and the share of each token that was folded into them."""
+
+    def __init__(self, later: SlotTensors, slots: int) -> None:
+        """later: the gradient that everything after the call sends, of the state the call leaves."""
+        self.keys, self.values, self.magnitudes = (grown(tensor, slots) for tensor in later)
+
+    def add(self, sent: SlotTensors) -> None:
+        for running, one in zip((self.keys, self.values, self.magnitudes), sent, strict=True):
+            running[: len(one)] += one
+
+    def first(self, slots: int) -> SlotTensors:
+        return self.keys[:slots], self.values[:slots], self.magnitudes[:slots]
+
+    def share_out(self, fold: Fold, route: Tensor, tokens: CallTokens, gradients: CallGradients) -> None:
+        """Hand the tokens of a fold their share; every read after the fold must have been added."""
+        norm = tokens.norm
+        masked = tokens.masked_keys(fold)
+        kbar, mean, deviation = norm.with_statistics(masked)
+        routed = tokens.routed(fold, route, kbar, with_values=True)
+        assert routed.values is not None, "routed with values"
+        grad_keys = as_rows(self.keys).index_select(0, routed.rows).view(kbar.shape)
+        grad_values = as_rows(self.values).index_select(0, routed.rows).view(kbar.shape)
+        dk, *grad_norm = norm.backward(routed.weighted(grad_keys), masked, mean, deviation)
+        gradients.add_norm(*grad_norm)
+        dk[..., : tokens.settings.rotary_dims] = 0
+        gradients.k.add(fold.start, dk)
+        dv = routed.weighted(grad_values)
+        dg = None
+        if routed.weight is not None:
+            dg = torch.linalg.vecdot(kbar, grad_keys) + torch.linalg.vecdot(routed.values, grad_values)
+            dg = dg if routed.ungated is None else dg.masked_fill_(routed.ungated, 0)
+        if tokens.settings.value_radius and fold.appended:
+            along = self._radius_share(routed)
+            dv = dv + (routed.weighted(along) if routed.radius_gated else along)
+            if dg is not None and routed.radius_gated:
+                dg += torch.linalg.vecdot(routed.values, along)
+        gradients.v.add(fold.start, dv)
+        if dg is not None and gradients.gate is not None:
+            gradients.gate.add(fold.start, dg)
+
+    def _radius_share(self, routed: RoutedTokens) -> Tensor:
+        """Gradient of the value that opened a slot, through the radius, its length (none at length 0)."""
+        opening = routed.opening_values()
+        grad = self.magnitudes.view(-1).index_select(0, routed.rows).view(routed.opens.shape)
+        lengths = torch.linalg.vector_norm(opening, dim=-1)
+        per_length = (grad / lengths).masked_fill_(~routed.opens | (lengths == 0), 0)
+        return opening * per_length[..., None]
+
+
+def _slots_first(tensor: Tensor) -> Tensor:
+    """[B, H, m, D] to contiguous [m, B, H, D]."""
+    return tensor.permute(2, 0, 1, 3).contiguous()
+
+
+def _zeros_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)

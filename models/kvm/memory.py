@@ -1,0 +1,196 @@
+"""The slots while a call walks through its chunks: sums that folds add to, and what reads see of them.
+
+Buffers are slots first, [S, B, H, D] with S the slots at the end of the call: the slots in use are a
+contiguous prefix, and a slot keeps its row number `(slot * B + b) * H + h` while the state grows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.kvm.layout import Fold, KVMSettings
+
+SMALLEST_NORM = 1e-12
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """N_s: rotary dims are zeroed, then a LayerNorm over D."""
+
+    weight: Tensor  # [D]
+    bias: Tensor  # [D]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.with_statistics(rows)[0]
+
+    def with_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed rows [..., D], their mean and inverse deviation."""
+        return torch.native_layer_norm(rows, [rows.shape[-1]], self.weight, self.bias, 1e-5)
+
+    def backward(
+        self, grad: Tensor, rows: Tensor, mean: Tensor, deviation: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the rows, the weight and the bias."""
+        return torch.ops.aten.native_layer_norm_backward(
+            grad, rows, [rows.shape[-1]], mean, deviation, self.weight, self.bias, [True, True, True]
+        )
+
+
+class RoutedTokens:
+    """The tokens of one fold, and the slots they go to. Tensors are [B, c, H, ...] in the accumulation dtype.
+
+    A route is the slot a token merges into, or `~slot` of the slot it opens.
+    """
+
+    def __init__(
+        self,
+        fold: Fold,
+        route: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
+        gate: Tensor | None,
+        settings: KVMSettings,
+    ) -> None:
+        self.opens = route < 0
+        self.rows = row_numbers(route)
+        self.keys = keys
+        self.values = values
+        self.radius_gated = False
+        if fold.is_first_state:
+            gate = gate if settings.gate_first_state else None
+            self.ungated = None
+        else:
+            self.radius_gated = settings.gate_appends and gate is not None
+            self.ungated = self.opens if fold.appended and not settings.gate_appends else None
+        if gate is not None and self.ungated is not None:
+            gate = gate.masked_fill(self.ungated, 1)
+        self.weight = (
+            None if gate is None else gate[..., None]
+        )  # [B, c, H, 1]: what the sums count the token with
+
+    def weighted(self, tensor: Tensor) -> Tensor:
+        return tensor if self.weight is None else self.weight * tensor
+
+    def opening_values(self) -> Tensor:
+        """Values whose length is the radius of the slot that a token opens."""
+        assert self.values is not None, "routed without values"
+        return self.weighted(self.values) if self.radius_gated else self.values
+
+
+class KeyMemory:
+    """S_K, and N_s(S_K) kept up to date."""
+
+    def __init__(self, boundary: Tensor, slots: int, norm: KeyNorm) -> None:
+        """boundary: [m, B, H, D], the sums before the first fold."""
+        self.norm = norm
+        self.sums = grown(boundary, slots)
+        self.normed = torch.empty_like(self.sums)
+        self.normed[: len(boundary)] = norm(boundary)
+
+    def fold(self, tokens: RoutedTokens) -> None:
+        sums, normed = as_rows(self.sums), as_rows(self.normed)
+        sums.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
+        normed.index_copy_(0, tokens.rows, self.norm(sums.index_select(0, tokens.rows)))
+
+
+class ValueMemory:
+    """S_V with the radius or count of each slot, and the values that reads see."""
+
+    def __init__(self, boundary: Tensor, magnitudes: Tensor, slots: int, settings: KVMSettings) -> None:
+        """boundary: [m, B, H, D]; magnitudes: [m, B, H]."""
+        self.settings = settings
+        self.sums = grown(boundary, slots)
+        self.magnitudes = grown(magnitudes, slots)
+        self.read = torch.empty_like(self.sums)
+        self.read[: len(boundary)] = read_values(boundary, magnitudes, settings)
+
+    def fold(self, tokens: RoutedTokens) -> None:
+        assert tokens.values is not None, "routed without values"
+        sums, magnitudes = as_rows(self.sums), self.magnitudes.view(-1)
+        sums.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
+        magnitudes.index_add_(0, tokens.rows, magnitude_steps(tokens, self.settings).reshape(-1))
+        fresh = read_values(
+            sums.index_select(0, tokens.rows), magnitudes.index_select(0, tokens.rows), self.settings
+        )
+        as_rows(self.read).index_copy_(0, tokens.rows, fresh)
+
+
+class RewindableMemory:
+    """S_K, S_V and magnitudes that go back over folds bitwise: touched rows are kept, nothing is subtracted."""
+
+    def __init__(self, boundary: tuple[Tensor, Tensor, Tensor], slots: int, settings: KVMSettings) -> None:
+        self.settings = settings
+        self.keys, self.values, self.magnitudes = (grown(tensor, slots) for tensor in boundary)
+        self._before_folds: list[tuple[Tensor, Tensor]] = []
+
+    def fold(self, tokens: RoutedTokens) -> None:
+        assert tokens.values is not None, "routed without values"
+        keys, values = as_rows(self.keys), as_rows(self.values)
+        self._before_folds.append((keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)))
+        keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
+        values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
+        steps = magnitude_steps(tokens, self.settings).reshape(-1)
+        self.magnitudes.view(-1).index_add_(0, tokens.rows, steps)
+
+    def first(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.keys[:slots], self.values[:slots], self.magnitudes[:slots]
+
+    def undo_fold(self, rows: Tensor) -> None:
+        """Undo the newest fold, which touched `rows`. Radii are fixed, and counts are whole numbers."""
+        keys, values = self._before_folds.pop()
+        as_rows(self.keys).index_copy_(0, rows, keys)
+        as_rows(self.values).index_copy_(0, rows, values)
+        if not self.settings.value_radius:
+            ones = torch.ones(rows.shape, dtype=self.magnitudes.dtype, device=self.magnitudes.device)
+            self.magnitudes.view(-1).index_add_(0, rows, ones, alpha=-1)
+
+
+def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
+    """rho * S_V / ||S_V||, or S_V / count: [..., D] from sums [..., D] and magnitudes [...]."""
+    if not settings.value_radius:
+        return sums / magnitudes[..., None]
+    lengths = torch.linalg.vector_norm(sums, dim=-1).clamp_min_(SMALLEST_NORM)
+    return sums * (magnitudes / lengths)[..., None]
+
+
+def read_values_backward(
+    grad: Tensor, sums: Tensor, magnitudes: Tensor, settings: KVMSettings
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the sums and of the magnitudes (none for counts)."""
+    if not settings.value_radius:
+        return grad / magnitudes[..., None], torch.zeros_like(magnitudes)
+    lengths = torch.linalg.vector_norm(sums, dim=-1)
+    along = torch.linalg.vecdot(grad, sums)
+    clamped = lengths.clamp_min(SMALLEST_NORM)
+    scale = magnitudes / clamped
+    turn = (scale * along / clamped.square()).masked_fill_(lengths < SMALLEST_NORM, 0)
+    grad_sums = (grad * scale[..., None]).addcmul_(sums, turn[..., None], value=-1)
+    return grad_sums, along / clamped
+
+
+def magnitude_steps(tokens: RoutedTokens, settings: KVMSettings) -> Tensor:
+    """[B, c, H] what each token adds to its slot's magnitude: its length where it opens the slot, or one."""
+    if not settings.value_radius:
+        return torch.ones_like(tokens.keys[..., 0])
+    lengths = torch.linalg.vector_norm(tokens.opening_values(), dim=-1)
+    return lengths.masked_fill_(~tokens.opens, 0)
+
+
+def grown(boundary: Tensor, slots: int) -> Tensor:
+    """A copy of [m, ...] with room for `slots` slots, zero where they are not opened yet."""
+    buffer = boundary.new_zeros(slots, *boundary.shape[1:])
+    buffer[: len(boundary)] = boundary
+    return buffer
+
+
+def row_numbers(route: Tensor) -> Tensor:
+    """[B * c * H] rows of the buffers that routes [B, c, H] lead to."""
+    batch, _, heads = route.shape
+    slots = torch.where(route < 0, ~route, route).long()
+    stripe = torch.arange(batch * heads, device=route.device).view(batch, 1, heads)
+    return (slots * (batch * heads) + stripe).view(-1)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
