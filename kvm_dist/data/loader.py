@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from kvm_dist.data.index import DatasetIndex
-from kvm_dist.data.order import SequenceOrder
+from kvm_dist.data.order import Pool, SequenceOrder
 from kvm_dist.data.pools import TokenPool, read_pool, require_allowed
 from kvm_dist.data.shard_writer import Split
 from kvm_dist.exit_codes import DataError
@@ -27,7 +27,7 @@ class StepBatch:
     """What one data rank consumes in one optimizer step.
 
     `position` is the number of sequences consumed by all ranks after this step: the whole state of the
-    stream. `damaged` names the masked shards that its sequences came from, with their documents.
+    stream. `damaged` names the masked shards in the pools of the step, with their documents.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -41,21 +41,33 @@ class SequenceReader:
 
     def __init__(self, index: DatasetIndex, order: SequenceOrder, damaged_shards_allowed: int) -> None:
         self._index, self._order, self._allowed = index, order, damaged_shards_allowed
-        self._pool: TokenPool | None = None
+        self._kept: TokenPool | None = None
+        self._damage: dict[Pool, dict[str, int]] = {}
 
-    def batch(self, positions: range) -> tuple[MicroBatch, dict[str, int]]:
-        """The sequences at `positions`, and the damaged shards met on the way."""
-        rows, damaged = [], dict[str, int]()
-        for position in positions:
-            place = self._order.place(position)
-            if self._pool is None or self._pool.pool != place.pool:
-                self._pool = None  # two pools would need twice the memory
-                self._pool = read_pool(self._index, self._order, place.pool, self._allowed)
-            damaged |= self._pool.damaged
-            rows.append(self._pool.sequence(place.index))
-        inputs = torch.stack([torch.from_numpy(inputs) for inputs, _ in rows])
-        labels = torch.stack([torch.from_numpy(labels) for _, labels in rows])
-        return MicroBatch(inputs, labels), damaged
+    def batch(self, positions: range) -> MicroBatch:
+        """The sequences at `positions`."""
+        places = [self._order.place(position) for position in positions]
+        rows = [self._read(place.pool).sequence(place.index) for place in places]
+        return MicroBatch(
+            torch.stack([torch.from_numpy(inputs) for inputs, _ in rows]),
+            torch.stack([torch.from_numpy(labels) for _, labels in rows]),
+        )
+
+    def damage(self, positions: range) -> dict[str, int]:
+        """The damaged shards, with their documents, in all pools that `positions` touches."""
+        damaged: dict[str, int] = {}
+        for pool in self._order.pools_between(positions):
+            if pool not in self._damage:
+                self._read(pool)
+            damaged |= self._damage[pool]
+        return damaged
+
+    def _read(self, pool: Pool) -> TokenPool:
+        if self._kept is None or self._kept.pool != pool:
+            self._kept = None  # two pools would need twice the memory
+            self._kept = read_pool(self._index, self._order, pool, self._allowed)
+            self._damage[pool] = self._kept.damaged
+        return self._kept
 
 
 class _Numbers:
@@ -72,14 +84,13 @@ class _Steps(Dataset[StepBatch | DataError]):
         self._reader, self._order, self._shape = reader, order, shape
 
     def __getitem__(self, step: int) -> StepBatch | DataError:
-        micro_batches, damaged = [], dict[str, int]()
+        before = self._shape.start + step * self._shape.sequences
+        after = before + self._shape.sequences
         try:
-            for positions in self._shape.positions(step):
-                micro_batch, found = self._reader.batch(positions)
-                micro_batches.append(micro_batch)
-                damaged |= found
-            after = self._shape.start + (step + 1) * self._shape.sequences
-            return StepBatch(tuple(micro_batches), after, self._order.place(after).pool.epoch, damaged)
+            micro_batches = tuple(map(self._reader.batch, self._shape.positions(step)))
+            # Of the whole step, not of this rank's part: all ranks count alike and stop at the same step.
+            damaged = self._reader.damage(range(before, after))
+            return StepBatch(micro_batches, after, self._order.place(after).pool.epoch, damaged)
         except DataError as error:
             return error
 

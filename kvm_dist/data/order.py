@@ -91,6 +91,16 @@ class SequenceOrder:
         number = int(np.searchsorted([pool.first_sequence for pool in pools], inside, side="right")) - 1
         return Place(pools[number], inside - pools[number].first_sequence)
 
+    def pools_between(self, positions: range) -> list[Pool]:
+        """The pools that consecutive positions lie in."""
+        pools: list[Pool] = []
+        position = positions.start
+        while position < positions.stop:
+            place = self.place(position)
+            pools.append(place.pool)
+            position += place.pool.sequences - place.index
+        return pools
+
     def documents(self, pool: Pool, count: int) -> np.ndarray:
         """The order of the pool's documents, [count]."""
         return permutation(count, _DOCUMENTS, self.seed, pool.epoch, pool.number)

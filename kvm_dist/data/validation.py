@@ -64,7 +64,7 @@ class ValidationBatches:
             inputs = torch.full(shape, self._index.tokenizer.separator_id, dtype=torch.int32)
             labels = torch.full(shape, IGNORED, dtype=torch.int32)
             if present:
-                batch, _ = reader.batch(present)
+                batch = reader.batch(present)
                 inputs[: len(present)] = batch.inputs
                 labels[: len(present)] = batch.labels
             yield MicroBatch(inputs, labels)

@@ -65,6 +65,13 @@ def test_a_place_does_not_depend_on_what_was_asked_before() -> None:
         assert jumping.place(position) == wanted[position]
 
 
+def test_the_pools_of_a_range_are_those_of_its_positions() -> None:
+    plan = order(50, 60, 70, 80)
+    for start, stop in [(0, 1), (0, 200), (13, 14), (20, 90), (5, 5)]:
+        wanted = list(dict.fromkeys(plan.place(position).pool for position in range(start, stop)))
+        assert plan.pools_between(range(start, stop)) == wanted
+
+
 def test_every_epoch_and_every_seed_has_another_order() -> None:
     tokens = [50 + number for number in range(12)]
     seen = {
