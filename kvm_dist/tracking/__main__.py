@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.tracking.address import absolute_uri, artifact_location, scrub, secrets_of, sqlite_path
-from kvm_dist.tracking.events import EVENTS_NAME, RunStatus, append_end
+from kvm_dist.tracking.events import EVENTS_NAME, RunStatus, append_end, has_ended
 from kvm_dist.tracking.forwarder import Forwarder, Refused, RunGone, Store, Unavailable
 from kvm_dist.tracking.tracker import URI_VARIABLE
 
@@ -24,6 +24,8 @@ _TICK_SECONDS = 0.2
 _SEND_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LONGEST_LAST_PAUSE_SECONDS = 3.0
+_NICENESS_VARIABLE = "KVM_DIST_TRACKING_NICENESS"
+_LOWEST_PRIORITY = 19
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -43,6 +45,7 @@ class TrackingProcess:
         self._parent = parent
         self._drain_seconds = drain_seconds
         self._deadline: float | None = None
+        self._closing = False
         self._failures = 0
         self._events_bytes = -1
 
@@ -71,13 +74,16 @@ class TrackingProcess:
     def _has_new_events(self) -> bool:
         path = self._run_dir / EVENTS_NAME
         before, self._events_bytes = self._events_bytes, path.stat().st_size if path.exists() else 0
-        return before != self._events_bytes
+        if before == self._events_bytes:
+            return False
+        self._closing = has_ended(self._run_dir, self._forwarder.attempt)
+        return True
 
     def _send(self) -> None:
         self._failures = 0 if try_to_send(self._forwarder) else self._failures + 1
 
     def _pause(self) -> float:
-        longest = _LONGEST_PAUSE_SECONDS if self._deadline is None else _LONGEST_LAST_PAUSE_SECONDS
+        longest = _LONGEST_LAST_PAUSE_SECONDS if self._closing else _LONGEST_PAUSE_SECONDS
         return float(min(_SEND_SECONDS * 2 ** min(self._failures, 8), longest))
 
 
@@ -139,9 +145,10 @@ def _alone_in(run_dir: Path, patience_seconds: float) -> Iterator[None]:
 
 def step_back() -> None:
     """Training has the processor first, also where the kernel groups processes by session."""
-    os.nice(19)
+    niceness = int(os.environ.get(_NICENESS_VARIABLE, _LOWEST_PRIORITY))
+    os.nice(niceness)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def log_to(path: Path, secrets: list[str]) -> None:
@@ -167,7 +174,8 @@ def main(arguments: list[str]) -> ExitCode:
     run_dir: Path = options.run_dir.absolute()
     uri = absolute_uri(os.environ.get(URI_VARIABLE) or f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     log_to(run_dir / "logs" / "tracking.log", secrets_of(uri))
-    os.environ.update(_ENVIRONMENT)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     forwarder = Forwarder(run_dir, lambda experiment: open_store(uri, experiment), options.attempt)
     if options.parent is None:
         with _alone_in(run_dir, options.drain_seconds):

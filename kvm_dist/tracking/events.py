@@ -45,9 +45,14 @@ def latest_attempt(run_dir: Path) -> str | None:
 
 def append_end(run_dir: Path, attempt: str | None, status: RunStatus) -> None:
     """Ends an attempt that did not end itself and was not followed by another one."""
-    ended = any(e.get("kind") == Kind.END and e.get("attempt") == attempt for e in read_events(run_dir))
-    if attempt is not None and not ended and latest_attempt(run_dir) == attempt:
+    if attempt is not None and not has_ended(run_dir, attempt) and latest_attempt(run_dir) == attempt:
         append_event(run_dir, Kind.END, attempt, {"status": status})
+
+
+def has_ended(run_dir: Path, attempt: str | None) -> bool:
+    """Whether the trainer of that attempt said how it ended."""
+    events = read_events(run_dir)
+    return any(event.get("kind") == Kind.END and event.get("attempt") == attempt for event in events)
 
 
 class Spool:
