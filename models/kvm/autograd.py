@@ -86,7 +86,7 @@ class CallTensors:
 
 
 class KVMFunction(torch.autograd.Function):
-    """`apply(call, *tensors)`, those of `CallTensors`, gives the output [B, T, H, D] and, if wanted, the slots after."""
+    """Of a `Call` and the tensors of `CallTensors`: the output [B, T, H, D] and, if wanted, the slots."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """What a rank exchanges with its neighbours inside one call: the window before it, and the boundary state.
 
 S_K travels as soon as it is routed, before any attention; S_V and the magnitudes follow. In the backward the
-window's gradients travel first, then the running gradient of the slots, then the shares of the window's tokens.
+window's gradients travel first, then the running gradient of the slots, then the shares of its tokens.
 """
 
 import torch

@@ -117,7 +117,7 @@ class ValueMemory:
 
 
 class RewindableMemory:
-    """S_K, S_V and magnitudes that go back over folds bitwise: touched rows are kept, nothing is subtracted."""
+    """S_K, S_V and magnitudes that go back over folds bitwise: the rows they touch are kept."""
 
     def __init__(self, boundary: tuple[Tensor, Tensor, Tensor], slots: int, settings: KVMSettings) -> None:
         self.settings = settings
