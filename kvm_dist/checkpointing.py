@@ -85,8 +85,7 @@ def find_checkpoint(folder: Path, world: World) -> LoadedCheckpoint | None:
 def restore_weights(checkpoint: LoadedCheckpoint, engine: Engine) -> Counters:
     """Put parameters, masters and moments back, at any layout. Collective."""
     engine.load_named_tensors(_getter(checkpoint))
-    known = {key: checkpoint.state[key] for key in Counters.__dataclass_fields__}
-    return Counters(**known).after_restart()
+    return Counters.from_dict(checkpoint.state).after_restart()
 
 
 def restore_random_state(checkpoint: LoadedCheckpoint | None, seed: int, step: int, world: World) -> None:

@@ -37,6 +37,8 @@ class Reporter:
             "perf/tokens_per_second": outcome.tokens / (outcome.seconds + self._data_seconds),
             "perf/step_seconds": outcome.seconds,
             "data/wait_seconds": self._data_seconds,
+            "data/lost_shards": len(counters.damaged),
+            "data/corrupt_records": sum(counters.damaged.values()),
             "fault/restarts": counters.restarts,
             "fault/skipped_steps": counters.skipped_steps,
             "fault/goodput": self._productive_seconds / (time.perf_counter() - self._begun),

@@ -62,6 +62,10 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def position_loss_path(self) -> Path:
+        return self.path / "position_loss.json"
+
+    @property
     def postmortem_path(self) -> Path:
         return self.path / "postmortem.json"
 

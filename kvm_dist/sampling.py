@@ -41,5 +41,7 @@ def _checkpoint_folder(path: Path) -> Path:
         return path
     newest = newest_valid(folder)
     if newest is None:
-        raise StorageError(f"{path} has no checkpoint yet; wait for the first save, or give a checkpoint's folder")
+        raise StorageError(
+            f"{path} has no checkpoint yet; wait for the first save, or give a checkpoint's folder"
+        )
     return newest.path

@@ -18,6 +18,7 @@ from models.parameter_groups import ParameterGroup
 from parallel import collectives
 from parallel.engine.deepspeed import Engine
 
+
 @dataclass(frozen=True)
 class StepOutcome:
     """loss: mean over all valid tokens of the step, in nats; the same on every rank, as is `stop`."""
@@ -44,8 +45,8 @@ class TrainStep:
     def __call__(self, batch: Sequence[MicroBatch], step: int, stop_requested: bool) -> StepOutcome:
         """Apply step `step` (0-based) from this data rank's micro-batches.
 
-        Collective. Raises NotFinite on all ranks, before anything has changed, if the loss or a gradient is not
-        finite on any rank.
+        Collective. Raises NotFinite on all ranks, before anything has changed, if the loss or a gradient
+        is not finite on any rank.
         """
         begun = time.perf_counter()
         local = [(self.split.local(part.inputs), self.split.local(part.labels)) for part in batch]

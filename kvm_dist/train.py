@@ -21,7 +21,6 @@ from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import ConfigError, Preempted
 from kvm_dist.load import LoadedConfig, dump_config
 from kvm_dist.metrics import truncate_after
-from kvm_dist.plots import plot_run
 from kvm_dist.progress import Progress
 from kvm_dist.reporting import Reporter
 from kvm_dist.run_directory import RunDirectory
@@ -62,8 +61,7 @@ def train(loaded: LoadedConfig) -> None:
             restore_random_state(checkpoint, config.seed, counters.step, world)
             trainer.run()
             if world.rank == 0:
-                for picture in plot_run(directory.path):
-                    tracker.artifact(picture)
+                _draw(directory, tracker)
     finally:
         leave_world()
 
@@ -75,7 +73,7 @@ def _build_engine(config: RunConfig, world: World) -> tuple[Backbone, list[Param
     parameters = dict(model.named_parameters())
     engine = Engine(
         model,
-        [{"params": [parameters[name] for name in group.names], "lr": 0.0, "weight_decay": 0.0} for group in groups],
+        [{"params": [parameters[name] for name in g.names], "lr": 0.0, "weight_decay": 0.0} for g in groups],
         config.parallel,
         world,
         betas=(config.optimizer.beta1, config.optimizer.beta2),
@@ -112,7 +110,7 @@ def _build_trainer(
     saver = CheckpointSaver(
         directory.checkpoints, config.checkpoint.keep, engine, mesh.world, tracker, dump_config(config)
     )
-    progress = Progress(config.train.steps, counters.step, live=mesh.world.rank == 0)
+    progress = Progress(config.train.steps, counters.step)
     return Trainer(
         config,
         TrainStep(config, engine, groups, split),
@@ -145,6 +143,7 @@ def _batch_stream(config: RunConfig, mesh: Mesh, index: DatasetIndex, counters: 
         start_position=counters.position,
         workers=config.data.workers,
         damaged_shards_allowed=config.data.damaged_shards_allowed,
+        damaged=counters.damaged,
     )
 
 
@@ -179,6 +178,13 @@ def _tracker(
         raise
     finally:
         tracker.close(status)
+
+
+def _draw(directory: RunDirectory, tracker: Tracker) -> None:
+    from kvm_dist.plots import plot_run  # matplotlib takes a second to import: not before the run is done
+
+    for picture in plot_run(directory.path):
+        tracker.artifact(picture, "plots")
 
 
 def _announce(

@@ -41,12 +41,9 @@ class Trainer:
             with self.reporter.waiting_for_data():
                 batch = next(self.batches)
             outcome = self.step(batch.micro_batches, self.counters.step, self.should_stop())
-            self.counters = self._advanced(outcome)
+            self.counters = self.counters.after_step(batch, outcome.tokens)
             self._between_steps(outcome)
         return self.counters
-
-    def _advanced(self, outcome: StepOutcome) -> Counters:
-        return self.counters.after_step(self.config.train.batch_sequences, outcome.tokens)
 
     def _between_steps(self, outcome: StepOutcome) -> None:
         step = self.counters.step
@@ -58,4 +55,6 @@ class Trainer:
             metrics |= self.checkpoints.save(self.counters, final=finished)
         self.reporter.log(step, metrics, finished or outcome.stop)
         if outcome.stop and not finished:
-            raise Preempted(f"stopped after step {step} as asked; saved, and the same command goes on from there")
+            raise Preempted(
+                f"stopped after step {step} as asked; saved, and the same command goes on from there"
+            )
