@@ -12,8 +12,8 @@ from parallel.sequence.context import Exchange, NoExchange
 class CachedSequence:
     """A sequence read in calls of any length, each of which sees all tokens before it.
 
-    Every layer keeps one entry per name: a typed state, a recurrent state, or the last tokens of a halo, as many
-    as that name asks for. `start` moves only between calls, so all layers of one call agree on it.
+    Every layer keeps one entry per name: a typed state, a recurrent state, or the last tokens of a halo, as
+    many as that name asks for. `start` moves only between calls, so all layers of one call agree on it.
     """
 
     exchange: Exchange = NoExchange()

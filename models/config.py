@@ -5,15 +5,24 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from models.kinds import (
+    BlockWindowConfig,
+    FullAttentionConfig,
+    KVMConfig,
+    OVQConfig,
+    RWKV7Config,
+    SlidingWindowConfig,
+)
 from models.layer_config import LayerConfig
-from models.layer_kinds import FullAttentionConfig, KVMConfig, RWKV7Config, SlidingWindowConfig
 from parallel.config import FrozenConfig
 
 __all__ = [
+    "BlockWindowConfig",
     "FullAttentionConfig",
     "KVMConfig",
     "LayerConfig",
     "ModelConfig",
+    "OVQConfig",
     "RWKV7Config",
     "SlidingWindowConfig",
 ]
@@ -42,6 +51,8 @@ class ModelConfig(FrozenConfig):
     rwkv7: RWKV7Config = RWKV7Config()
     sliding_window: SlidingWindowConfig = SlidingWindowConfig()
     full_attention: FullAttentionConfig = FullAttentionConfig()
+    block_window: BlockWindowConfig = BlockWindowConfig()
+    ovq: OVQConfig = OVQConfig()
 
     @property
     def head_width(self) -> int:
@@ -99,7 +110,7 @@ class ModelConfig(FrozenConfig):
                 f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
                 "change one of them or give model.head_dim"
             )
-        problems = [p for config in self.used_layer_configs.values() for p in config.problems(self)]
+        problems = [p for kind, c in self.used_layer_configs.items() for p in c.problems(self, kind)]
         if problems:
             raise ValueError("; ".join(problems))
         return self

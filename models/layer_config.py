@@ -10,15 +10,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Elements:
+    """Numbers held or sent for one sequence."""
+
+    model_dtype: int = 0  # in the dtype of the model's activations
+    float32: int = 0  # in float32 whatever the model's dtype: accumulated states
+
+    def size(self, element_bytes: int) -> int:
+        """Bytes, with `element_bytes` for one number of the model's dtype."""
+        return self.model_dtype * element_bytes + self.float32 * 4
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(self.model_dtype + other.model_dtype, self.float32 + other.float32)
+
+
+@dataclass(frozen=True)
 class MixerCost:
-    """What one sequence mixer costs at a context of a given length, per sequence."""
+    """One sequence mixer once a context of some length was read."""
 
     parameters: int
-    forward_flops_per_token: float  # the last token's: projections, attention or recurrence, state update
-    boundary_elements: int  # handed over one shard edge at that position, in the model's dtype
-    boundary_float32_elements: int  # likewise, always float32
-    decode_elements: int  # kept to go on token by token, in the model's dtype
-    decode_float32_elements: int
+    forward_flops: float  # of the last token: projections, reads, and its share of the state's update
+    boundary: Elements  # handed over a shard edge that lies there; nothing if a sequence cannot be cut
+    decode_state: Elements  # kept to go on by one token
+    first_boundary: Elements = Elements()  # handed over besides by the first layer of the kind
 
 
 class LayerConfig(FrozenConfig):
@@ -36,30 +50,15 @@ class LayerConfig(FrozenConfig):
         """Most tokens before its own that a shard asks of the shard before: no shard may be shorter."""
         return 1
 
-    def problems(self, model: "ModelConfig") -> list[str]:
-        """What is wrong with these settings in this model, each with the way to mend it."""
+    def problems(self, model: "ModelConfig", kind: str) -> list[str]:
+        """What is wrong with these settings under `model.<kind>`, each with the way to mend it."""
         return []
 
     def cost(self, model: "ModelConfig", context_tokens: int) -> MixerCost:
-        """Parameters, FLOPs and bytes of one such mixer once `context_tokens` tokens were read."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not state its cost; define {type(self).__name__}.cost"
-        )
+        """Parameters, FLOPs and state of one such mixer when `context_tokens` tokens were read."""
+        raise NotImplementedError(f"{type(self).__name__} does not state its cost; define its method `cost`")
 
 
 def low_rank(width: int, factor: float, exponent: float = 0.5) -> int:
     """The rank of a low-rank map: `factor * width**exponent` rounded to a multiple of 32, at least 32."""
     return max(32, 32 * round(factor * width**exponent / 32))
-
-
-def rotary_problems(kind: str, dims: int, head_width: int, below: bool = False) -> list[str]:
-    """Why `dims` of a head of `head_width` cannot be rotated. below: at least one dim must stay unrotated."""
-    problems = []
-    if dims % 2:
-        problems.append(f"model.{kind}.rotary_dims={dims} is odd; rotary turns pairs, give an even number")
-    if dims > head_width or (below and dims == head_width):
-        bound = "less than" if below else "at most"
-        problems.append(
-            f"model.{kind}.rotary_dims={dims} must be {bound} the head width {head_width}; lower it"
-        )
-    return problems

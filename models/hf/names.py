@@ -43,6 +43,7 @@ _ATTENTION = {
     "key_weighting.weight": "gate.weight",
     "front_head_temp": "window_temperature",
     "state_head_temp": "state_temperature",
+    "beta": "query_scale",
 }
 _RWKV7 = {
     "x_r": "shifts.receptance.amount",

@@ -8,10 +8,12 @@ from typing import Any
 
 from models.budget import Budget, FixedBudget, PowerLawBudget, SaturatingBudget
 from models.config import (
+    BlockWindowConfig,
     FullAttentionConfig,
     KVMConfig,
     LayerConfig,
     ModelConfig,
+    OVQConfig,
     RWKV7Config,
     SlidingWindowConfig,
 )
@@ -134,11 +136,31 @@ def _full_attention(settings: Settings, rotary_dims: int | None) -> FullAttentio
     return FullAttentionConfig(rotary_dims=rotary_dims)
 
 
+def _block_window(settings: Settings, rotary_dims: int | None) -> BlockWindowConfig:
+    return BlockWindowConfig(
+        chunk=settings["chunk_len"],
+        window_chunks=settings["n_bswa_chunks"],
+        sinks=settings["sink_len"],
+        rotary_dims=rotary_dims,
+    )
+
+
+def _ovq(settings: Settings, rotary_dims: int | None) -> OVQConfig:
+    chunk = settings.get("ovq_chunk_size", -1)
+    return OVQConfig(
+        chunk=chunk if chunk > 0 else settings["chunk_len"],
+        max_centroids=settings["ovq_max_centroids"],
+        rotary_dims=rotary_dims,
+    )
+
+
 _MIXERS: dict[str, tuple[str, Callable[[Settings, int | None], LayerConfig]]] = {
     "kvm": ("kvm", _kvm),
     "rwkv7": ("rwkv7", _rwkv7),
     "swa": ("sliding_window", _sliding_window),
     "gptalpha": ("full_attention", _full_attention),
+    "gptalpha_bswa": ("block_window", _block_window),
+    "ovq": ("ovq", _ovq),
 }
 
 

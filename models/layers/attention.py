@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.initialise import linear_default_
+from models.kinds.attention import VALUE_RESIDUAL_FACTOR
 from models.layer_config import low_rank
 from models.layers.low_rank import ValueResidual
 from models.layers.mixer import Mixer
@@ -15,7 +16,6 @@ from models.layers.segment import segment
 from models.layers.token_shift import TokenShift, previous_tokens
 from parallel.sequence.context import SequenceContext
 
-VALUE_RESIDUAL_RANK = 1.3  # times the square root of the width
 NORM_EPS = 1e-5
 SHIFT_EXPONENTS = {"query": 0.2, "key": 0.7, "value": 0.7}
 
@@ -49,8 +49,8 @@ class AttentionProjections(nn.Module):
             )
         self.value_residual: ValueResidual | None = None
         if model.value_residual:
-            rank = low_rank(model.hidden_size, VALUE_RESIDUAL_RANK)
-            base_rank = low_rank(model.base_width, VALUE_RESIDUAL_RANK)
+            rank = low_rank(model.hidden_size, VALUE_RESIDUAL_FACTOR)
+            base_rank = low_rank(model.base_width, VALUE_RESIDUAL_FACTOR)
             self.value_residual = ValueResidual(model.hidden_size, width, rank, base_rank)
         self.norm_query: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)
         self.norm_key: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)

@@ -7,7 +7,7 @@ from models.cache import CachedSequence, read
 from parallel.sequence.context import WholeSequence
 from tests.models.tiny import HYBRID, tiny_batch, tiny_model
 
-KINDS = [["kvm"], ["rwkv7"], ["sliding_window"], ["full_attention"], HYBRID]
+KINDS = [["kvm"], ["rwkv7"], ["sliding_window"], ["full_attention"], ["block_window"], ["ovq"], HYBRID]
 TOKENS = 75
 
 

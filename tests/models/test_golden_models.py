@@ -5,7 +5,7 @@ from models.loss import token_losses
 from parallel.sequence.context import WholeSequence
 from tests.models.golden import golden_model
 
-FAMILIES = ["gptalpha", "kvm_sqrt", "kvm_swa", "rwkv7"]
+FAMILIES = ["bswa", "gptalpha", "kvm_sqrt", "kvm_swa", "ovq_swa", "rwkv7"]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -10,7 +10,7 @@ from parallel.sequence.context import WholeSequence
 from tests.models.shards import run_on_shards
 from tests.models.tiny import tiny_batch, tiny_model
 
-PATTERNS = [["rwkv7"], ["sliding_window"], ["rwkv7", "sliding_window", "rwkv7"]]
+PATTERNS = [["rwkv7"], ["sliding_window"], ["block_window"], ["ovq"], ["rwkv7", "sliding_window", "rwkv7"]]
 CUTS = [[32], [32, 96], [64, 96, 128]]
 
 
@@ -53,5 +53,5 @@ def test_recomputing_activations_repeats_no_message(layers: list[str]) -> None:
 
 def test_full_attention_refuses_a_split_sequence() -> None:
     ids, labels = tiny_batch(32)
-    with pytest.raises(ValueError, match="full_attention.*parallel.sequence=1"):
+    with pytest.raises(ValueError, match=r"full_attention.*parallel\.sequence=1"):
         run_on_shards(tiny_model(["full_attention"]), ids, labels, [16])

@@ -8,8 +8,10 @@ from torch import Tensor
 from models.backbone import Backbone
 from models.budget import PowerLawBudget
 from models.config import (
+    BlockWindowConfig,
     KVMConfig,
     ModelConfig,
+    OVQConfig,
     RWKV7Config,
     SlidingWindowConfig,
 )
@@ -29,6 +31,8 @@ def tiny_config(layers: list[str], **changes: Any) -> ModelConfig:
         "kvm": KVMConfig(chunk=16, budget=PowerLawBudget(factor=3, minimum=16)),
         "rwkv7": RWKV7Config(head_dim=16),
         "sliding_window": SlidingWindowConfig(window=8),
+        "block_window": BlockWindowConfig(chunk=8, window_chunks=3, sinks=2),
+        "ovq": OVQConfig(chunk=8, max_centroids=24),
     }
     return ModelConfig(**(values | changes))
 
@@ -40,15 +44,15 @@ def tiny_model(layers: list[str], **changes: Any) -> Backbone:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
         model.embedding.weight.normal_(generator=generator)
     return model
 
 
 def tiny_batch(tokens: int, batch: int = 2, seed: int = 2) -> tuple[Tensor, Tensor]:
-    """Input ids and labels, every seventh label ignored."""
+    """Input ids and labels, one label in seven ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(37, (batch, tokens + 1), generator=generator)
     labels = ids[:, 1:].clone()
-    labels[:, ::7] = -100
+    labels[:, 3::7] = -100
     return ids[:, :-1], labels

@@ -62,3 +62,16 @@ def test_pieces_cover_every_token_once_and_end_at_block_edges() -> None:
             assert covered == list(range(tokens))
             assert all((start + p.offset) % WINDOW == 0 for p in found if p.aligned)
             assert all((start + p.offset + p.length) % WINDOW == 0 for p in found[:-1])
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_cut_at_block_edges_changes_no_bit(blocks: int) -> None:
+    z = QueriesKeysValues(*(tensor.float() for tensor in heads(61)))
+    whole = windowed(z, (z.key[:, :0], z.value[:, :0]), 0)
+    parts = []
+    for low in range(0, 61, blocks * WINDOW):
+        kept = slice(max(low - WINDOW + 1, 0), low)
+        part = QueriesKeysValues(*(tensor[:, low : low + blocks * WINDOW].contiguous() for tensor in z))
+        parts.append(windowed(part, (z.key[:, kept], z.value[:, kept]), low))
+
+    assert torch.equal(torch.cat(parts, dim=1), whole)
