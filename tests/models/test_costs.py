@@ -15,7 +15,7 @@ from tests.models.shards import run_on_shards
 from tests.models.tiny import tiny_batch, tiny_config, tiny_model
 
 KINDS = ["kvm", "rwkv7", "sliding_window", "full_attention", "block_window", "ovq"]
-SPLIT_KINDS = ["rwkv7", "sliding_window", "block_window", "ovq"]
+SPLIT_KINDS = ["kvm", "rwkv7", "sliding_window", "block_window", "ovq"]
 
 
 @pytest.mark.parametrize("value_residual", [True, False])
@@ -43,7 +43,7 @@ def test_every_byte_over_a_shard_edge_is_counted(kind: str) -> None:
     ids, labels = tiny_batch(160, batch=1)
     _, _, (sent, _) = run_on_shards(tiny_model([kind, kind]), ids, labels, [96])
 
-    assert model_costs(tiny_config([kind, kind]), 96).boundary_bytes == sum(size for _, size in sent)
+    assert model_costs(tiny_config([kind, kind]), 96).boundary_bytes == sum(size for _, _, size in sent)
 
 
 @pytest.mark.parametrize("tokens", [40, 96, 101])
