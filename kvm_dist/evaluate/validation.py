@@ -17,7 +17,7 @@ POSITION_BLOCKS = 32
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """Mean loss in nats a token; `position_losses[i]` is that of tokens [i*block_tokens, (i+1)*block_tokens)."""
+    """Mean loss in nats a token; `position_losses[i]` is that of the i-th block of `block_tokens` tokens."""
 
     loss: float
     tokens: int
