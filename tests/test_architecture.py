@@ -51,6 +51,15 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring: saying more about a function must not cost it its place."""
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node) is not None:
+        said = node.body[0]
+        length -= (said.end_lineno or said.lineno) - said.lineno + 1
+    return length
+
+
 def code_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The code without comments and strings, so that prose may name what code may not use."""
     lines: dict[int, list[str]] = {}
@@ -101,7 +110,7 @@ def test_files_and_functions_stay_small() -> None:
             large.append((name_of(path), length))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                length = function_lines(node)
                 if length > LARGEST_FUNCTION:
                     large.append((f"{name_of(path)}:{node.name}", length))
     assert [f"{name}: {length} lines" for name, length in large if name not in LARGER_FOR_A_REASON] == []
