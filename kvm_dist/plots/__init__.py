@@ -1,0 +1,5 @@
+"""Pictures of a run. The only room that imports matplotlib."""
+
+from kvm_dist.plots.run import loss_curve, plot_run, position_loss
+
+__all__ = ["loss_curve", "plot_run", "position_loss"]

@@ -1,0 +1,267 @@
+"""The pictures of one run: loss over steps, loss over positions, and how the training went."""
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from kvm_dist.metrics import METRICS_NAME, read_metrics
+from kvm_dist.plots.canvas import AMBER, BLUE, FAINT, GREEN, INK, RED, label_counts, new_figure, quiet, save
+from kvm_dist.progress import short_count
+
+Records = Sequence[dict[str, float]]
+
+
+def plot_run(run_dir: Path) -> list[Path]:
+    """Draws what the run directory has data for into `plots/`; returns the pictures' paths."""
+    facts = _facts(run_dir)
+    records = read_metrics(run_dir / METRICS_NAME)
+    pictures = []
+    if series(records, "train/loss")[0]:
+        pictures.append(
+            loss_curve(
+                run_dir / METRICS_NAME,
+                run_dir / "plots" / "loss.png",
+                title=facts["name"],
+                unit=facts["unit"],
+                vocab_size=facts["vocab_size"],
+            )
+        )
+        pictures.append(_training(records, run_dir / "plots" / "training.png", facts["name"]))
+    measured = run_dir / "position_loss.json"
+    if measured.exists():
+        found = json.loads(measured.read_text(encoding="utf-8"))
+        block, losses = found["block_tokens"], found["losses"]
+        pictures.append(
+            position_loss(
+                [(index + 0.5) * block for index in range(len(losses))],
+                losses,
+                run_dir / "plots" / "position_loss.png",
+                title=f"{facts['name']}: loss by position in the sequence",
+                unit=facts["unit"],
+                subtitle=f"held-out sequences at step {found['step']:,}, means over {block:,} tokens",
+            )
+        )
+    return pictures
+
+
+def loss_curve(
+    metrics_path: Path,
+    out: Path,
+    *,
+    title: str = "",
+    unit: str = "nats per token",
+    vocab_size: int | None = None,
+) -> Path:
+    """Training loss (raw and smoothed) and validation loss over applied steps, on a square-root step axis.
+
+    vocab_size: draws the loss of uniform guessing, ln(vocab_size), as reference.
+    Raises ValueError if `metrics_path` holds no training loss.
+    """
+    records = read_metrics(metrics_path)
+    steps, losses = series(records, "train/loss")
+    if not steps:
+        raise ValueError(f"{metrics_path}: holds no train/loss; train some steps first")
+    validation = series(records, "validation/loss")
+    figure = new_figure(
+        f"{title}: loss while training" if title else "Loss while training", _summary(records)
+    )
+    axes = figure.add_axes((0.075, 0.115, 0.85, 0.725))
+    axes.plot(steps, losses, color=BLUE, alpha=0.22, linewidth=1, label="train, each step")
+    axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2.2, label="train, smoothed")
+    if validation[0]:
+        axes.plot(*validation, color=RED, linewidth=1.4)
+        axes.plot(
+            *validation, "o", color=RED, markeredgecolor="white", label="validation, held-out documents"
+        )
+    _frame_losses(axes, steps, losses, validation[1], vocab_size)
+    if validation[0]:
+        _mark(axes, validation[0][-1], validation[1][-1], RED)
+    else:
+        _mark(axes, steps[-1], smoothed(losses)[-1], BLUE)
+    quiet(axes, "applied optimizer step (square-root scale)", f"loss, {unit}")
+    axes.legend(loc="upper right", frameon=False, fontsize=11.5, labelcolor=INK, bbox_to_anchor=(1.0, 0.93))
+    return save(figure, out)
+
+
+def position_loss(
+    positions: Sequence[float],
+    losses: Sequence[float],
+    out: Path,
+    *,
+    title: str = "Loss by position in the sequence",
+    unit: str = "nats per token",
+    subtitle: str = "mean loss of held-out sequences",
+) -> Path:
+    """Loss against the position in the sequence, doubling from left to right: falls while context helps."""
+    figure = new_figure(title, subtitle)
+    axes = figure.add_axes((0.075, 0.115, 0.85, 0.725))
+    axes.set_xscale("log", base=2)
+    axes.plot(positions, losses, "o-", color=GREEN, linewidth=2, markersize=4.5)
+    mean = sum(losses) / len(losses)
+    axes.axhline(mean, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        f"mean {mean:.3f}",
+        (0, mean),
+        xycoords=("axes fraction", "data"),
+        xytext=(2, 5),
+        textcoords="offset points",
+        color=FAINT,
+        fontsize=10.5,
+    )
+    _mark(axes, positions[-1], losses[-1], GREEN)
+    quiet(axes, "position in the sequence, tokens (doubling)", f"loss, {unit}")
+    axes.margins(x=0.06, y=0.14)
+    label_counts(axes)
+    return save(figure, out)
+
+
+def series(records: Records, key: str) -> tuple[list[int], list[float]]:
+    """Steps and finite values of one metric."""
+    found = [
+        (int(record["step"]), record[key]) for record in records if math.isfinite(record.get(key, math.nan))
+    ]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Mean around each point: a twelfth of the way back and forth, a fortieth of the curve at most."""
+    sums = [0.0, *accumulate(values)]
+    widest = len(values) // 40
+    result = []
+    for index in range(len(values)):
+        half = min(index // 12, widest)
+        first, behind = index - half, min(index + half + 1, len(values))
+        result.append((sums[behind] - sums[first]) / (behind - first))
+    return result
+
+
+def _training(records: Records, out: Path, name: str) -> Path:
+    """Four small panels: gradient norm, learning rate, speed, waiting for data."""
+    figure = new_figure(f"{name}: how the training went", _summary(records))
+    panels = [
+        ("train/grad_norm", "gradient norm", RED),
+        ("train/learning_rate", "learning rate", AMBER),
+        ("perf/tokens_per_second", "tokens per second", BLUE),
+        ("data/wait_seconds", "seconds waiting for data, a step", GREEN),
+    ]
+    grid = figure.add_gridspec(2, 2, left=0.075, right=0.965, bottom=0.1, top=0.8, hspace=0.5, wspace=0.2)
+    for index, (key, label, color) in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(index, 2)])
+        steps, values = series(records, key)
+        exact = key == "train/learning_rate"
+        axes.plot(steps, values, color=color, alpha=1.0 if exact else 0.25, linewidth=1.8 if exact else 1)
+        if not exact:
+            axes.plot(steps, smoothed(values), color=color, linewidth=1.8)
+        axes.set_title(label, loc="left", fontsize=12, color=INK, pad=8)
+        quiet(axes, "applied step" if index > 1 else "", "")
+        axes.set_ylim(bottom=0, top=_robust_top(values))
+        label_counts(axes)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    return save(figure, out)
+
+
+def _robust_top(values: Sequence[float]) -> float | None:
+    """A single spike must not flatten the rest of a panel."""
+    if not values:
+        return None
+    usual = sorted(values)[int(0.98 * (len(values) - 1))]
+    return min(max(values), 2 * usual) * 1.08 or None
+
+
+def _frame_losses(
+    axes: Axes, steps: list[int], losses: list[float], validation: list[float], vocab_size: int | None
+) -> None:
+    """The axes' range, and the loss of uniform guessing where the run starts near it."""
+    axes.set_xscale("function", functions=(_square_root, _square))
+    axes.set_xlim(0, steps[-1] * 1.1)
+    axes.set_xticks(_round_steps(steps[-1]))
+    label_counts(axes)
+    curve = smoothed(losses)
+    low, high = min([*curve, *validation]), max([*curve, *validation])
+    if vocab_size is not None and high > 0.75 * math.log(vocab_size):
+        uniform = math.log(vocab_size)
+        high = max(high, uniform)
+        axes.axhline(uniform, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"uniform guessing: ln {vocab_size:,} = {uniform:.2f}",
+            (1, uniform),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="right",
+            color=FAINT,
+            fontsize=10.5,
+        )
+    margin = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _round_steps(last: int) -> list[float]:
+    """About seven round ticks evenly spaced on a square-root axis, and the last step where there is room."""
+    ticks = {0}
+    for part in range(1, 8):
+        value = last * (part / 7) ** 2
+        unit = 10 ** max(math.floor(math.log10(value)), 0) if value >= 1 else 1
+        ticks.add(round(value / unit * 2) * unit // 2)
+    room = {tick for tick in ticks if _square_root(last) - _square_root(tick) > 0.08 * _square_root(last)}
+    return sorted(room | {last})
+
+
+def _square_root(values: Any) -> Any:
+    return abs(values) ** 0.5
+
+
+def _square(values: Any) -> Any:
+    return values**2
+
+
+def _mark(axes: Axes, x: float, y: float, color: str) -> None:
+    axes.annotate(
+        f"{y:.3f}",
+        (x, y),
+        xytext=(9, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=13,
+        fontweight="bold",
+        color=color,
+    )
+
+
+def _summary(records: Records) -> str:
+    """6,000 steps, 12.3M tokens, best validation 1.402 at step 5,500."""
+    steps, _ = series(records, "train/loss")
+    parts = [f"{steps[-1]:,} steps"]
+    _, tokens = series(records, "train/tokens")
+    if tokens:
+        parts.append(f"{short_count(tokens[-1])} tokens")
+    validated, values = series(records, "validation/loss")
+    if values:
+        best = min(range(len(values)), key=values.__getitem__)
+        parts.append(f"best validation loss {values[best]:.3f} at step {validated[best]:,}")
+    return ", ".join(parts)
+
+
+def _facts(run_dir: Path) -> dict[str, Any]:
+    """Name, unit and vocabulary from the resolved config, as far as it is there."""
+    path = run_dir / "config.yaml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    config = config if isinstance(config, dict) else {}
+    is_bytes = (config.get("data") or {}).get("tokenizer", "bytes") == "bytes"
+    return {
+        "name": str(config.get("name", run_dir.name)),
+        "unit": "nats per byte" if is_bytes else "nats per token",
+        "vocab_size": (config.get("model") or {}).get("vocab_size"),
+    }
+
+
+def _plain(value: float) -> str:
+    """15,000 and 0.002."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
