@@ -5,20 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
 
 from kvm_dist.config import ParallelConfig
 from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.load import load_config
 from kvm_dist.run_directory import RunDirectory, locked_run_directory
+from launch.output import CopiedOutput, terminal_columns
 from launch.worker import LAUNCHER_PID
 from parallel.placement import LOOPBACK
 
@@ -64,13 +63,13 @@ def run_ranks(arguments: Sequence[str], parallel: ParallelConfig, directory: Run
 
 @dataclass
 class Rank:
-    """One process of the run and the threads that copy its output."""
+    """One process of the run."""
 
     number: int
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int  # bytes that were in the log before
-    copiers: Sequence[threading.Thread] = ()
+    output: CopiedOutput | None = None  # rank 0's only
 
     def send(self, number: int) -> None:
         if self.process.poll() is None:
@@ -79,8 +78,8 @@ class Rank:
     def kill(self) -> None:
         self.send(signal.SIGKILL)
         self.process.wait()
-        for copier in self.copiers:
-            copier.join(timeout=2)  # a grandchild may hold the pipe open
+        if self.output is not None:
+            self.output.join(timeout_seconds=2)
 
     def ended_how(self) -> str:
         code = self.process.returncode
@@ -162,26 +161,20 @@ def _start(
 ) -> Rank:
     """Rank 0 writes to the terminal and its log, every other rank to its log only; logs grow over resumes."""
     log_path = directory.log_path(rank)
+    output = CopiedOutput(log_path) if rank == 0 else None
     with open(log_path, "ab") as log:
         log_start = log.tell()
-        output: Any = subprocess.PIPE if rank == 0 else log
         process = subprocess.Popen(
             arguments,
             env=_environment(rank, parallel, port),
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=output.stdout if output else log,
+            stderr=output.stderr if output else log,
             start_new_session=True,  # Ctrl-C reaches the ranks once, through us
         )
-    copiers = []
-    if rank == 0:
-        assert process.stdout is not None, "rank 0 has pipes"
-        assert process.stderr is not None, "rank 0 has pipes"
-        copiers = [
-            _copy(process.stdout, sys.stdout.fileno(), log_path),
-            _copy(process.stderr, sys.stderr.fileno(), log_path),
-        ]
-    return Rank(rank, process, log_path, log_start, copiers)
+    if output:
+        output.started()
+    return Rank(rank, process, log_path, log_start, output)
 
 
 def _environment(rank: int, parallel: ParallelConfig, port: int) -> dict[str, str]:
@@ -197,23 +190,9 @@ def _environment(rank: int, parallel: ParallelConfig, port: int) -> dict[str, st
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",
+        **terminal_columns(environment),
         LAUNCHER_PID: str(os.getpid()),
     }
-
-
-def _copy(source: IO[bytes], terminal: int, log_path: Path) -> threading.Thread:
-    """Copy `source` to a file descriptor and to the end of a log until it closes."""
-
-    def pump() -> None:
-        with source, open(log_path, "ab", buffering=0) as log:
-            while block := os.read(source.fileno(), 65536):
-                log.write(block)
-                with suppress(OSError):  # the terminal is gone: the log goes on
-                    os.write(terminal, block)
-
-    thread = threading.Thread(target=pump, daemon=True)
-    thread.start()
-    return thread
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""A run that is killed or stopped goes on exactly where it was, by the same command."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launch.tiny_run import SIGKILL, SIGTERM, SIGUSR2, STEPS, TinyRun, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> TinyRun:
+    run = TinyRun(tmp_path_factory.mktemp("undisturbed"), corpus)
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("target", ["rank 0", "rank 1", "launcher"])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    target: str, tmp_path: Path, corpus: Path, undisturbed: TinyRun
+) -> None:
+    run = TinyRun(tmp_path, corpus)
+    code, output = run.signal_at(5, SIGKILL, target)
+    if target == "launcher":
+        assert code == -SIGKILL
+    else:
+        assert code == 70, output
+        assert f"{target} of 2 was killed by SIGKILL" in output
+    output = run.train()
+    assert "goes on from step-" in output
+    assert run.final_bytes() == undisturbed.final_bytes()
+    assert run.losses() == undisturbed.losses()
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("number", "target"), [(SIGTERM, "launcher"), (SIGUSR2, "rank 1")], ids=["launcher", "rank"]
+)
+def test_a_stop_request_loses_no_step(
+    number: int, target: str, tmp_path: Path, corpus: Path, undisturbed: TinyRun
+) -> None:
+    run = TinyRun(tmp_path, corpus)
+    code, output = run.signal_at(4, number, target)
+    assert code == 75, output
+    last = run.last_step()
+    assert (run.directory / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+    assert f"goes on from step-{last:08d}" in run.train()
+    assert run.final_bytes() == undisturbed.final_bytes()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.sequence=1"],
+        ["parallel.sequence=1", "parallel.data=2", "parallel.zero_stage=3"],
+        ["parallel.sequence=4", "parallel.zero_stage=0", "train.accumulation=2"],
+    ],
+    ids=["one rank", "two data ranks", "four sequence ranks"],
+)
+def test_another_layout_goes_on_with_the_same_loss(
+    layout: list[str], tmp_path: Path, undisturbed: TinyRun
+) -> None:
+    run = TinyRun(tmp_path, tmp_path)  # its config file is not used
+    shutil.copytree(undisturbed.directory, run.directory)
+    shutil.rmtree(run.directory / "checkpoints" / f"step-{STEPS:08d}")
+    run.config = undisturbed.config
+    output = run.train([f"run_root={tmp_path}/runs", *layout])
+    resumed = STEPS - 3
+    assert f"goes on from step-{resumed:08d}" in output
+    assert run.losses()[resumed + 1] == pytest.approx(undisturbed.losses()[resumed + 1], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_nothing_lost(tmp_path: Path, corpus: Path) -> None:
+    run = TinyRun(tmp_path, corpus)
+    output = run.train(["optimizer.learning_rate=1e18", "schedule.warmup_steps=0"], code=76)
+    assert "optimizer.learning_rate" in output
+    assert not list((run.directory / "checkpoints").glob("step-0*/manifest.json"))
+
+
+def test_a_finished_run_is_finished(undisturbed: TinyRun) -> None:
+    before = undisturbed.final_bytes()
+    undisturbed.train()
+    assert undisturbed.final_bytes() == before
+
+
+def test_what_a_run_leaves_behind(undisturbed: TinyRun) -> None:
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "position_loss.json",
+        "logs/rank-00001.log",
+    ):
+        assert (undisturbed.directory / name).stat().st_size > 0, name
+    validated = [line for line in undisturbed.metrics() if "validation/loss" in line]
+    assert [line["step"] for line in validated] == [6, 12]
+    assert len(list((undisturbed.directory / "plots").glob("*.png"))) >= 2
+    kept = sorted(path.name for path in (undisturbed.directory / "checkpoints").iterdir())
+    assert kept == ["step-00000009", "step-00000012"]
