@@ -17,7 +17,7 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 class CopiedOutput:
     """The two streams of a process, copied to ours and to a log until the process has closed them.
 
-    Where ours is a terminal the process sees one as well, and may redraw its last line; the log gets that line
+    Where ours is a terminal the process sees one too, and may redraw its last line; the log gets that line
     once, when it is finished.
     """
 
