@@ -51,12 +51,13 @@ def database(empty_database: Path, tmp_path: Path) -> str:
 
 
 @contextlib.contextmanager
-def mlflow_server(uri: str, port: int) -> Iterator[None]:
+def mlflow_server(uri: str, port: int, folder: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--workers", "1"]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with subprocess.Popen(
         command,
+        cwd=folder,  # it keeps artifacts there
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -142,7 +143,7 @@ def test_a_server_that_comes_late_gets_everything_once(
     with trainer(tmp_path, uri, 1, 30, "FAILED") as process:
         assert said(process) == "logged"
         wait_for(lambda: bool(read_state(tmp_path / "runs/sample").get("problem")))
-        with mlflow_server(database, port):
+        with mlflow_server(database, port, tmp_path):
             assert said(process) == "True"
     client = MlflowClient(database)
     run = tracked_run(tmp_path, client)
