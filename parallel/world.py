@@ -5,9 +5,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Literal
 
 import torch
@@ -182,22 +185,37 @@ def _serve(address: str, placement: Placement, timeout_seconds: float) -> dist.S
 
 def _connect(address: str, placement: Placement, deadline: float, timeout_seconds: float) -> dist.Store:
     """Knock until rank 0 listens (torch's own retries print pages), then open the store."""
-    problem: Exception | None = None
+    problem: BaseException | None = None
     while time.monotonic() < deadline:
+        left = max(deadline - time.monotonic(), 1.0)
         try:
-            left = max(deadline - time.monotonic(), 1.0)
             socket.create_connection((address, placement.port), timeout=left).close()
-            return dist.TCPStore(
-                address, placement.port, None, False, timedelta(seconds=left), wait_for_workers=False
-            )
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             problem = error
             time.sleep(_POLL_SECONDS)
+            continue
+        # Waits for ever on a stranger that accepts and is silent: hence a thread that may be left behind.
+        opening: Future[dist.Store] = Future()
+        Thread(target=_open_store, args=(opening, address, placement.port, left), daemon=True).start()
+        try:
+            return opening.result(left)
+        except FutureTimeout:
+            problem = FutureTimeout("it accepts connections and says nothing")
+        except RuntimeError as error:
+            problem = error
     raise ConnectionError(
         f"rank {placement.rank} has not reached rank 0 at MASTER_ADDR={address} MASTER_PORT={placement.port} "
         f"in {timeout_seconds:g} s (parallel.start_timeout_seconds): is rank 0 running there? Last answer: "
         f"{str(problem).splitlines()[0] if problem else 'none'}"
     )
+
+
+def _open_store(opening: "Future[dist.Store]", address: str, port: int, timeout_seconds: float) -> None:
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        opening.set_result(dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False))
+    except RuntimeError as error:
+        opening.set_exception(error)
 
 
 def _wait_for_peers(

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +17,20 @@ def import_deepspeed(zero_stage: int) -> ModuleType:
     Import it only after `join_world`, which sets what it reads from the environment.
     """
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer
 
     check_version(deepspeed.__version__, zero_stage)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
+    bf16_optimizer.see_memory_usage = _say_nothing  # a garbage collection and prints at every parameter group
     # On a CPU it would compile an op for shared memory at start, and fail without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def check_version(version: str, zero_stage: int) -> None:

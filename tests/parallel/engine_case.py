@@ -1,6 +1,6 @@
 """Small training runs through the engine, and the same in plain torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,15 +112,20 @@ def saved(engine: Engine) -> Saved:
     return dict(engine.named_tensors())
 
 
-def trained(
-    world: World, case: Case, first: int, steps: int, start: Saved | None = None
-) -> tuple[Saved, list[float]]:
-    """(named tensors, gradient norms) after `steps` steps from step `first` on."""
+def trained(world: World, case: Case, steps: int) -> tuple[Saved, list[float]]:
+    """(named tensors, gradient norms) after `steps` steps."""
     engine = make_engine(world, case)
-    if start is not None:
-        engine.load_named_tensors(start.__getitem__)
-    norms = [engine_step(engine, world, case, step).gradient_norm for step in range(first, first + steps)]
+    norms = [engine_step(engine, world, case, step).gradient_norm for step in range(steps)]
     return saved(engine), norms
+
+
+def loaded_and_stepped(world: World, case: Case, start: Saved, step: int) -> tuple[Saved, Saved, float]:
+    """(named tensors after loading `start`, after one step more, that step's gradient norm)"""
+    engine = make_engine(world, case)
+    engine.load_named_tensors(start.__getitem__)
+    loaded = saved(engine)
+    norm = engine_step(engine, world, case, step).gradient_norm
+    return loaded, saved(engine), norm
 
 
 def reference(case: Case, steps: int) -> tuple[Mapping[str, Mapping[str, Tensor]], list[float]]:
@@ -157,8 +162,3 @@ def _gradients(model: Net, batches: list[Tensor]) -> list[Tensor]:
             assert parameter.grad is not None
             gradient += parameter.grad.float()
     return total
-
-
-def many(world: World, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """Several functions of one rank in one message: results in order."""
-    return [function(world, *args) for function, args in calls]

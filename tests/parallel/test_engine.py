@@ -13,6 +13,7 @@ from tests.parallel.engine_case import (
     Case,
     Saved,
     engine_step,
+    loaded_and_stepped,
     make_engine,
     micro_batches,
     reference,
@@ -63,7 +64,7 @@ def test_steps_on_two_ranks_are_those_of_plain_torch(
 ) -> None:
     case = Case(stage, precision, clipping, accumulation)
     wanted, norms = reference(case, 2)
-    results = two_ranks.run(trained, case, 0, 2)
+    results = two_ranks.run(trained, case, 2)
     assert_equal_bytes(results[0][0], results[1][0])
     for ours, our_norms in results:
         assert all(isinstance(norm, float) for norm in our_norms)
@@ -78,7 +79,7 @@ def test_the_first_step_of_two_ranks_is_that_of_plain_torch_to_rounding(
 ) -> None:
     case = Case(stage, precision, 0.05, 2)
     wanted, norms = reference(case, 1)
-    for ours, our_norms in two_ranks.run(trained, case, 0, 1):
+    for ours, our_norms in two_ranks.run(trained, case, 1):
         assert our_norms == pytest.approx(norms, rel=2e-6)
         assert_close(ours, wanted, 2e-6)
 
@@ -87,7 +88,7 @@ def test_the_first_step_of_two_ranks_is_that_of_plain_torch_to_rounding(
 def test_one_process_takes_the_steps_of_plain_torch(one_rank: Ranks, stage: int, precision: str) -> None:
     case = Case(stage, precision, 0.05, 2, data=1)
     wanted, norms = reference(case, 1)
-    ((ours, our_norms),) = one_rank.run(trained, case, 0, 1)
+    ((ours, our_norms),) = one_rank.run(trained, case, 1)
     assert our_norms == pytest.approx(norms, rel=2e-6)
     assert_close(ours, wanted, 2e-6)
 
@@ -120,16 +121,15 @@ def test_a_checkpoint_restores_its_bytes_at_every_other_layout(
     one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks, precision: str
 ) -> None:
     case = Case(1, precision, 0.05, 2)
-    start, _ = two_ranks.run(trained, case, 0, 2)[0]
+    start, _ = two_ranks.run(trained, case, 2)[0]
     start["inner.bias"]["exp_avg"][0] = -0.0
-    wanted, norms = two_ranks.run(trained, case, 2, 1, start)[0]
+    _, wanted, norm = two_ranks.run(loaded_and_stepped, case, start, 2)[0]
     for ranks in (one_rank, two_ranks, four_ranks):
         for stage in range(0 if precision == "float32" else 1, 4):
             other = case.with_world(stage, ranks.size)
-            for unchanged, _ in ranks.run(trained, other, 2, 0, start):
-                assert_equal_bytes(unchanged, start)
-            for ours, our_norms in ranks.run(trained, other, 2, 1, start):
-                assert our_norms == pytest.approx(norms, rel=2e-6)
+            for loaded, ours, our_norm in ranks.run(loaded_and_stepped, other, start, 2):
+                assert_equal_bytes(loaded, start)
+                assert our_norm == pytest.approx(norm, rel=2e-6)
                 assert_close(ours, wanted, 2e-6)
 
 
@@ -149,7 +149,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     two_ranks: Ranks, stage: int, precision: str
 ) -> None:
     case = Case(stage, precision, 0.05, 2)
-    never_poisoned = two_ranks.run(trained, case, 0, 2)
+    never_poisoned = two_ranks.run(trained, case, 2)
     for (applied, norms, before, after, end), (wanted, _) in zip(
         two_ranks.run(poisoned, case), never_poisoned, strict=True
     ):
@@ -179,8 +179,7 @@ def test_loading_changes_the_weights_that_the_forward_uses(
     two_ranks: Ranks, stage: int, precision: str
 ) -> None:
     start = [
-        tensors["parameter"]
-        for tensors in two_ranks.run(trained, Case(stage, precision), 0, 0)[0][0].values()
+        tensors["parameter"] for tensors in two_ranks.run(trained, Case(stage, precision), 0)[0][0].values()
     ]
     for whole, named, _ in two_ranks.run(forward_weights, Case(stage, precision)):
         assert [w.dtype for w in whole] == [n.dtype for n in named]

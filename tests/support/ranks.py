@@ -38,8 +38,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_secon
 class Ranks:
     """`size` processes that have joined one gloo world and run functions until closed.
 
-    Functions and arguments are pickled, so functions live at the top of a module. The start costs seconds:
-    share one set between tests. After a failure the set is dead; `run` starts a new one.
+    Functions and arguments are pickled, so functions live at the top of a module. The processes are forked
+    from a server that has imported torch and deepspeed once; they share nothing with the tests' process.
+    After a failure the set is dead; `run` starts a new one.
     """
 
     def __init__(self, size: int, *, group_timeout_seconds: float = 60) -> None:
@@ -85,7 +86,8 @@ class Ranks:
             raise RankFailure(f"exit codes of the ranks: {codes}, wanted 0")
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.rank_imports"])
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()

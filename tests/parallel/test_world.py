@@ -1,0 +1,274 @@
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import collectives
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh
+from parallel.placement import Placement, first_host, world_from_environment
+from parallel.world import World, join_world, leave_world
+from tests.support.ranks import RankFailure, Ranks, free_port
+
+ONE = ParallelConfig(start_timeout_seconds=1)
+TWO = ParallelConfig(data=2, start_timeout_seconds=1)
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+SLURM |= {"SLURM_NTASKS": "5", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+SLURM |= {"SLURM_STEP_NODELIST": "gpu[007-008,12]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+TORCHRUN |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+SUBMITIT = {"SUBMITIT_LOCAL_GLOBALRANK": "1", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_LOCALID": "1"}
+SUBMITIT |= {"SUBMITIT_LOCAL_JOB_ID": "123", "SUBMITIT_LOCAL_NNODES": "1"}
+
+
+def test_torchrun_places_a_rank() -> None:
+    placement = world_from_environment(TORCHRUN)
+    assert placement == Placement(5, 8, 1, 4, 1, ("head",), 29500, None, "torchrun")
+
+
+def test_slurm_places_a_rank_on_nodes_of_unequal_task_counts() -> None:
+    placement = world_from_environment(SLURM)
+    assert (placement.rank, placement.size, placement.local_rank, placement.local_size) == (3, 5, 1, 2)
+    assert placement.node == 1
+    assert placement.addresses == ("gpu007", "10.0.0.7")
+    assert world_from_environment(SLURM | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"}).local_size == 1
+
+
+def test_submitit_places_a_rank_of_its_local_executor() -> None:
+    placement = world_from_environment(SUBMITIT)
+    assert (placement.rank, placement.size, placement.local_rank, placement.local_size) == (1, 2, 1, 2)
+    assert placement.addresses == ("127.0.0.1",)
+
+
+def test_every_task_of_a_step_derives_the_same_port() -> None:
+    ports = {world_from_environment(SLURM | {"SLURM_PROCID": str(rank)}).port for rank in range(5)}
+    assert len(ports) == 1
+    assert 1024 < ports.pop() < 32768
+    assert world_from_environment(SLURM | {"MASTER_PORT": "4242"}).port == 4242
+
+
+def test_torchrun_comes_before_submitit_and_submitit_before_slurm() -> None:
+    assert world_from_environment(TORCHRUN | SUBMITIT | SLURM).launcher == "torchrun"
+    assert world_from_environment(SUBMITIT | SLURM).launcher == "submitit"
+    assert world_from_environment(SLURM).launcher == "slurm"
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    assert world_from_environment({"HOME": "/", "SLURM_CONF": "/etc/slurm.conf"}) == Placement()
+
+
+def test_the_shell_of_a_batch_script_is_no_task() -> None:
+    assert (
+        world_from_environment({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Placement()
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("gpu[3,5]", "gpu3"),
+        ("r[1-2]n[1-4]", "r1n1"),
+        ("n[08-11]-ib", "n08-ib"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set"),
+        ({"RANK": "zero", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='zero' is not an integer"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "give rank 2 of 2"),
+    ],
+)
+def test_incomplete_or_wrong_variables_are_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        world_from_environment(environment)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No launcher's variables; whatever a test joins is left."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "SUBMITIT_", "MASTER_", "LOCAL_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    threads = torch.get_num_threads()
+    yield monkeypatch
+    leave_world()
+    torch.set_num_threads(threads)
+
+
+def test_one_process_joins_and_leaves_its_world(alone: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    world = join_world(ONE.model_copy(update={"threads_per_rank": 1}), "cpu")
+    assert world == World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert torch.get_num_threads() == 1
+    assert collectives.any_rank(True)
+    leave_world()
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+
+def test_another_number_of_ranks_than_the_config_wants_is_refused(alone: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"parallel\.data=2 x parallel\.sequence=1 wants 2 ranks"):
+        join_world(TWO, "cpu")
+
+
+def test_nccl_is_refused_on_a_cpu(alone: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"parallel\.backend=nccl needs GPUs"):
+        join_world(ParallelConfig(backend="nccl"), "cpu")
+
+
+def start(patch: pytest.MonkeyPatch, rank: int, address: str, port: int) -> None:
+    """What `rank` of two says when it cannot start."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+        patch.setenv(name, str(value))
+    join_world(TWO, "cpu")
+
+
+def test_a_missing_peer_is_named(alone: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectionError, match=r"rank 0 of 2: rank 1 did not appear in 1 s"):
+        start(alone, 0, "127.0.0.1", free_port())
+
+
+def test_a_missing_first_rank_is_named_with_its_address(alone: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with pytest.raises(
+        ConnectionError, match=rf"not reached rank 0 at MASTER_ADDR=127\.0\.0\.1 MASTER_PORT={port}"
+    ):
+        start(alone, 1, "127.0.0.1", port)
+
+
+def test_a_taken_port_is_named(alone: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConnectionError, match=rf"cannot listen on .*MASTER_PORT={port}: Address already in use"
+        ):
+            start(alone, 0, "127.0.0.1", port)
+
+
+def test_a_port_where_something_else_answers_is_named(alone: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        begun = time.monotonic()
+        with pytest.raises(ConnectionError, match=rf"MASTER_PORT={other.getsockname()[1]}"):
+            start(alone, 1, "127.0.0.1", other.getsockname()[1])
+    assert time.monotonic() - begun < 30  # the promise for start-up, far from the 1 s configured
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_does_not_resolve_is_named(alone: pytest.MonkeyPatch, rank: int) -> None:
+    with pytest.raises(ConnectionError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
+        start(alone, rank, "nowhere.invalid", free_port())
+
+
+def test_an_address_of_another_machine_is_named_by_rank_0(alone: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectionError, match=r"cannot listen on MASTER_ADDR=192\.0\.2\.1"):
+        start(alone, 0, "192.0.2.1", free_port())
+
+
+def grid(world: World) -> tuple[int | None, ...]:
+    mesh = Mesh.build(world, ParallelConfig(data=2, sequence=2, timeout_seconds=30))
+    assert mesh.forward is not None
+    assert dist.get_process_group_ranks(mesh.forward) == [mesh.global_rank(0), mesh.global_rank(1)]
+    with pytest.raises(ValueError, match="sequence rank 2"):
+        mesh.global_rank(2)
+    return mesh.data_rank, mesh.sequence_rank, mesh.previous_rank, mesh.next_rank
+
+
+def test_sequence_ranks_are_innermost_in_the_mesh(four_ranks: Ranks) -> None:
+    assert four_ranks.run(grid) == [(0, 0, None, 1), (0, 1, 0, None), (1, 0, None, 3), (1, 1, 2, None)]
+
+
+def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
+    world = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
+    with pytest.raises(ValueError, match="needs 2 ranks, the world has 1"):
+        Mesh.build(world, TWO)
+
+
+def decisions(world: World) -> tuple[object, ...]:
+    given = torch.tensor([world.rank + 1.0, -world.rank])
+    answers = (
+        collectives.sum(given).tolist(),
+        collectives.mean(given).tolist(),
+        collectives.maximum(given).tolist(),
+        collectives.any_rank(world.rank == 3),
+        collectives.any_rank(False),
+        collectives.broadcast_object({"rank": world.rank}, source=2),
+        collectives.gather_objects(world.rank * 10),
+    )
+    collectives.barrier()
+    assert given.tolist() == [world.rank + 1.0, -world.rank]
+    return answers
+
+
+def test_all_ranks_decide_the_same(four_ranks: Ranks) -> None:
+    wanted = ([10.0, -6.0], [2.5, -1.5], [4.0, 0.0], True, False, {"rank": 2}, [0, 10, 20, 30])
+    assert four_ranks.run(decisions) == [wanted] * 4
+
+
+def test_without_a_world_one_rank_decides_alone() -> None:
+    value = torch.tensor([2.0])
+    assert collectives.sum(value).tolist() == collectives.mean(value).tolist() == [2.0]
+    assert (collectives.any_rank(True), collectives.any_rank(False)) == (True, False)
+    assert collectives.gather_objects("a") == ["a"]
+    assert collectives.broadcast_object("b") == "b"
+
+
+def fail_on_rank_1(world: World) -> int:
+    if world.rank == 1:
+        raise KeyError("lost")
+    return world.rank
+
+
+def sleep_on_rank_1(world: World) -> None:
+    if world.rank == 1:
+        time.sleep(600)
+
+
+def test_the_support_for_ranks_reports_the_failing_rank() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 failed:\n(.|\n)*KeyError: 'lost'"), Ranks(2) as ranks:
+        ranks.run(fail_on_rank_1)
+
+
+def test_the_support_for_ranks_ends_a_silent_rank() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(int_of_rank) == [0, 1]
+        with pytest.raises(RankFailure, match=r"no answer from rank \[1\] in 1 s"):
+            ranks.run(sleep_on_rank_1, timeout_seconds=1)
+
+
+def int_of_rank(world: World) -> int:
+    return world.rank
+
+
+def test_finished_runs_of_two_ranks_always_exit_with_0() -> None:
+    command = [sys.executable, "-m", "tests.parallel.finished_runs", "10"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0"] * 20
