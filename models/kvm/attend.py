@@ -3,8 +3,6 @@
 Key ranges depend on the block's place in the whole sequence only, so results do not depend on how it is cut.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,19 +12,34 @@ from models.kvm.memory import KeyMemory, ValueMemory
 from models.kvm.softmax_part import join_parts, softmax_part
 
 
-@dataclass(frozen=True)
 class Queries:
-    """Queries [B, T, H, D] of the call from position `start` on, and the inverse temperatures [H] or None."""
+    """Queries of the call from position `start` on, and what multiplies them for each part.
 
-    tensor: Tensor
-    start: int
-    dtype: torch.dtype
-    state_temperature: Tensor | None
-    window_temperature: Tensor | None
+    Inverse temperatures are applied to queries, not to keys: the scores are the same. They are spread to
+    [H, D], so that the product runs over contiguous rows.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        start: int,
+        dtype: torch.dtype,
+        state_temperature: Tensor | None,
+        window_temperature: Tensor | None,
+    ) -> None:
+        """tensor: [B, T, H, D]; temperatures: [H] or None for 1."""
+        self.tensor = tensor
+        self.start = start
+        self.dtype = dtype
+        self.state_scale = _spread(state_temperature, tensor.shape[3])
+        self.window_scale = _spread(window_temperature, tensor.shape[3])
+
+    def local(self, block: Block) -> slice:
+        return slice(block.start - self.start, block.stop - self.start)
 
     def block(self, block: Block) -> Tensor:
-        """[B, H, c, D]."""
-        return heads_first(self.tensor[:, block.start - self.start : block.stop - self.start]).to(self.dtype)
+        """[B, c, H, D]."""
+        return self.tensor[:, self.local(block)].to(self.dtype)
 
 
 def attend(
@@ -39,15 +52,13 @@ def attend(
     for block in plan.blocks:
         replay(tokens, routes, plan, block.folds, keys, values)
         q = queries.block(block)
-        parts = [
-            softmax_part(tempered(q, queries.window_temperature), k, v, causal)
-            for _, k, v, causal in window_parts(block, tokens)
-        ]
+        window_q = heads_first(scaled(q, queries.window_scale))
+        parts = [softmax_part(window_q, k, v, causal) for _, k, v, causal in window_parts(block, tokens)]
         if block.slots:
             read = slots_view(keys.normed[: block.slots]), slots_view(values.read[: block.slots])
-            parts.append(softmax_part(tempered(q, queries.state_temperature), *read, causal=False))
+            parts.append(softmax_part(heads_first(scaled(q, queries.state_scale)), *read, causal=False))
         block_output, block_log_sum = join_parts(parts)
-        local = slice(block.start - queries.start, block.stop - queries.start)
+        local = queries.local(block)
         output[:, local] = block_output.transpose(1, 2)
         log_sum[:, :, local] = block_log_sum
     replay(tokens, routes, plan, plan.closing, keys, values)
@@ -99,6 +110,10 @@ def slots_view(tensor: Tensor) -> Tensor:
     return tensor.permute(1, 2, 0, 3)
 
 
-def tempered(q: Tensor, temperature: Tensor | None) -> Tensor:
-    """Inverse temperatures multiply the queries of a part: the scores are those of tempered keys."""
-    return q if temperature is None else q * temperature[:, None, None]
+def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """Rows [B, c, H, D] times a scale [H, D]."""
+    return rows if scale is None else rows * scale
+
+
+def _spread(temperature: Tensor | None, width: int) -> Tensor | None:
+    return None if temperature is None else temperature[:, None].expand(-1, width).contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.kvm.advance import CallTokens, route_of
-from models.kvm.attend import Queries, heads_first, slots_view, tempered, window_parts
+from models.kvm.attend import Queries, heads_first, scaled, slots_view, window_parts
 from models.kvm.layout import Block, Fold, Plan
 from models.kvm.memory import (
     RewindableMemory,
@@ -30,27 +30,36 @@ SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the 
 
 @dataclass(frozen=True)
 class ReadBackward:
-    """What the backward of a block's read starts from."""
+    """What the backward of reads starts from."""
 
     queries: Queries
     grad_output: Tensor  # [B, T, H, D]
     output: Tensor  # [B, T, H, D]
     log_sum: Tensor  # [B, H, T]
 
-    def part(
-        self, block: Block, k: Tensor, v: Tensor, temperature: Tensor | None, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the tempered queries, of the keys and of the values of one part, [B, H, ., D]."""
-        local = slice(block.start - self.queries.start, block.stop - self.queries.start)
-        return softmax_part_backward(
-            heads_first(self.grad_output[:, local]).to(self.queries.dtype),
-            tempered(self.queries.block(block), temperature),
-            k,
-            v,
-            heads_first(self.output[:, local]).to(self.queries.dtype),
+    def block(self, block: Block, scale: Tensor | None) -> "BlockBackward":
+        local, dtype = self.queries.local(block), self.queries.dtype
+        return BlockBackward(
+            heads_first(scaled(self.queries.block(block), scale)),
+            heads_first(self.grad_output[:, local].to(dtype)),
+            heads_first(self.output[:, local].to(dtype)),
             self.log_sum[:, :, local],
-            causal,
         )
+
+
+@dataclass(frozen=True)
+class BlockBackward:
+    """The same for one block: [B, H, c, D] each, the log-sum-exp [B, H, c]."""
+
+    q: Tensor
+    grad_output: Tensor
+    output: Tensor
+    log_sum: Tensor
+
+    def part(self, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the scaled queries, of the keys and of the values of one part, [B, ., H, D]."""
+        dq, dk, dv = softmax_part_backward(self.grad_output, self.q, k, v, self.output, self.log_sum, causal)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 class CallGradients:
@@ -59,23 +68,36 @@ class CallGradients:
     def __init__(self, queries: Queries, tokens: CallTokens) -> None:
         dtype = queries.dtype
         self.queries = queries
-        self.q = torch.zeros_like(queries.tensor, dtype=dtype, memory_format=torch.contiguous_format)
+        self.q = torch.empty_like(queries.tensor, dtype=dtype, memory_format=torch.contiguous_format)
         self.k = Tokens.zeros_like(tokens.keys, dtype)
         self.v = Tokens.zeros_like(tokens.values, dtype)
         self.gate = None if tokens.gate is None else Tokens.zeros_like(tokens.gate, dtype)
         self.norm_weight = torch.zeros_like(tokens.norm.weight)
         self.norm_bias = torch.zeros_like(tokens.norm.bias)
-        self.state_temperature = _zeros_or_none(queries.state_temperature)
-        self.window_temperature = _zeros_or_none(queries.window_temperature)
+        self._state_scale = _zeros_or_none(queries.state_scale)
+        self._window_scale = _zeros_or_none(queries.window_scale)
 
-    def add_query(
-        self, block: Block, grad: Tensor, temperature: Tensor | None, grad_temperature: Tensor | None
-    ) -> None:
-        """The gradient [B, H, c, D] of queries that were multiplied by an inverse temperature."""
-        local = slice(block.start - self.queries.start, block.stop - self.queries.start)
-        self.q[:, local] += tempered(grad, temperature).transpose(1, 2)
-        if grad_temperature is not None:
-            grad_temperature += torch.linalg.vecdot(grad, self.queries.block(block)).sum(dim=(0, 2))
+    @property
+    def state_temperature(self) -> Tensor | None:
+        return None if self._state_scale is None else self._state_scale.sum(dim=1)
+
+    @property
+    def window_temperature(self) -> Tensor | None:
+        return None if self._window_scale is None else self._window_scale.sum(dim=1)
+
+    def set_window_query(self, block: Block, grad: Tensor) -> None:
+        """The gradient [B, c, H, D] of a block's scaled queries through its window: comes first."""
+        self.q[:, self.queries.local(block)] = scaled(grad, self.queries.window_scale)
+        self._add_scale(self._window_scale, block, grad)
+
+    def add_state_query(self, block: Block, grad: Tensor) -> None:
+        """The same through the state."""
+        self.q[:, self.queries.local(block)] += scaled(grad, self.queries.state_scale)
+        self._add_scale(self._state_scale, block, grad)
+
+    def _add_scale(self, scale: Tensor | None, block: Block, grad: Tensor) -> None:
+        if scale is not None:
+            scale += (grad * self.queries.block(block)).sum(dim=(0, 1))
 
     def add_norm(self, weight: Tensor, bias: Tensor) -> None:
         self.norm_weight += weight
@@ -95,15 +117,15 @@ class WindowBackward:
     waiting: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     def run(self, reads: ReadBackward, tokens: CallTokens, plan: Plan) -> None:
-        temperature, grad_temperature = reads.queries.window_temperature, self.gradients.window_temperature
         for block in reversed(plan.blocks):
+            read = reads.block(block, reads.queries.window_scale)
             grad_q = None
             for start, k, v, causal in window_parts(block, tokens):
-                dq, dk, dv = reads.part(block, k, v, temperature, causal)
-                grad_q = dq if grad_q is None else grad_q + dq
-                self._add(start, dk.transpose(1, 2), dv.transpose(1, 2))
+                dq, dk, dv = read.part(k, v, causal)
+                grad_q = dq if grad_q is None else grad_q.add_(dq)
+                self._add(start, dk, dv)
             assert grad_q is not None, "a block reads itself"
-            self.gradients.add_query(block, grad_q, temperature, grad_temperature)
+            self.gradients.set_window_query(block, grad_q)
 
     def finish(self, later: tuple[Tensor, ...]) -> None:
         """Take the sums of the rank after for the tokens from `edge` on, and add to them what waited."""
@@ -150,11 +172,9 @@ class StateReads:
         keys, values, magnitudes = self.memory.first(block.slots)
         normed, mean, deviation = norm.with_statistics(keys)
         read = read_values(values, magnitudes, settings)
-        temperature = self.reads.queries.state_temperature
-        dq, grad_normed, grad_read = self.reads.part(
-            block, slots_view(normed), slots_view(read), temperature, False
-        )
-        gradients.add_query(block, dq, temperature, gradients.state_temperature)
+        part = self.reads.block(block, self.reads.queries.state_scale)
+        dq, grad_normed, grad_read = part.part(slots_view(normed), slots_view(read), causal=False)
+        gradients.add_state_query(block, dq)
         grad_keys, *grad_norm = norm.backward(_slots_first(grad_normed), keys, mean, deviation)
         gradients.add_norm(*grad_norm)
         return (grad_keys, *read_values_backward(_slots_first(grad_read), values, magnitudes, settings))
@@ -211,8 +231,8 @@ class SlotGradient:
 
 
 def _slots_first(tensor: Tensor) -> Tensor:
-    """[B, H, m, D] to contiguous [m, B, H, D]."""
-    return tensor.permute(2, 0, 1, 3).contiguous()
+    """[B, m, H, D] to contiguous [m, B, H, D]."""
+    return tensor.transpose(0, 1).contiguous()
 
 
 def _zeros_or_none(tensor: Tensor | None) -> Tensor | None:

@@ -20,9 +20,8 @@ class Handover:
         self.has_previous = exchange.has_previous
         self.has_next = exchange.has_next
         self.before = min(settings.halo, start)  # tokens before the shard that it reads or folds
-        self.edge = (
-            stop - min(settings.halo, stop) if exchange.has_next else stop
-        )  # the next rank needs these too
+        # Tokens from `edge` on are needed by the next rank too.
+        self.edge = max(stop - settings.halo, 0) if exchange.has_next else stop
         self.stop = stop
         self.edge_is_local = self.edge >= start
         self._slots_start = plan.slots_start

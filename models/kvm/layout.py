@@ -4,6 +4,7 @@ Letters: C tokens of a chunk, n chunks of the window, L = n*C. Positions count f
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from models.budget import FixedBudget, SaturatingBudget, SlotBudget
 
@@ -92,9 +93,6 @@ class Plan:
 
     start: int
     stop: int
-    first_needed: (
-        int  # the earliest token read or folded: those before `start` come with the state or the halo
-    )
     covered_start: int  # tokens in the state the call starts from
     covered_stop: int  # tokens in the state it leaves
     slots_start: int
@@ -126,6 +124,7 @@ def window_start(settings: KVMSettings, position: int) -> int:
     return max(0, -(-position // settings.chunk) * settings.chunk - settings.window)
 
 
+@lru_cache(maxsize=1024)
 def slots_covering(settings: KVMSettings, tokens: int) -> int:
     """Slots of a state that covers [0, tokens)."""
     folds = folds_between(settings, 0, tokens, 0)
@@ -170,14 +169,11 @@ def plan_call(
     while at < stop:
         chunk_start = at // settings.chunk * settings.chunk
         block_stop = min(stop, chunk_start + settings.chunk)
-        reach = (
-            chunk_start - settings.halo
-        )  # the block reads its window from here on, and all before from the state
+        reach = chunk_start - settings.halo  # from here on the window is read, before it the state
         folds = folds_between(settings, covered, reach, slots) if reach > 0 else ()
         if folds:
             covered, slots = folds[-1].stop, folds[-1].slots_after
         blocks.append(Block(at, block_stop, max(reach, 0), slots if reach > 0 else 0, folds))
         at = block_stop
     closing = folds_between(settings, covered, covered_stop, slots)
-    first_needed = min(covered_start, max(0, start // settings.chunk * settings.chunk - settings.halo))
-    return Plan(start, stop, first_needed, covered_start, covered_stop, slots_start, tuple(blocks), closing)
+    return Plan(start, stop, covered_start, covered_stop, slots_start, tuple(blocks), closing)

@@ -52,6 +52,11 @@ class RoutedTokens:
         gate: Tensor | None,
         settings: KVMSettings,
     ) -> None:
+        self.slots = fold.slots_after
+        self.outnumber_slots = (
+            fold.stop - fold.start >= fold.slots_after
+        )  # then renewing all slots is cheaper
+        self.any_opens = fold.appended > 0
         self.opens = route < 0
         self.rows = row_numbers(route)
         self.keys = keys
@@ -62,12 +67,11 @@ class RoutedTokens:
             self.ungated = None
         else:
             self.radius_gated = settings.gate_appends and gate is not None
-            self.ungated = self.opens if fold.appended and not settings.gate_appends else None
+            self.ungated = self.opens if self.any_opens and not settings.gate_appends else None
         if gate is not None and self.ungated is not None:
             gate = gate.masked_fill(self.ungated, 1)
-        self.weight = (
-            None if gate is None else gate[..., None]
-        )  # [B, c, H, 1]: what the sums count the token with
+        # [B, c, H, 1] what multiplies the token in both sums.
+        self.weight = None if gate is None else gate[..., None]
 
     def weighted(self, tensor: Tensor) -> Tensor:
         return tensor if self.weight is None else self.weight * tensor
@@ -89,9 +93,12 @@ class KeyMemory:
         self.normed[: len(boundary)] = norm(boundary)
 
     def fold(self, tokens: RoutedTokens) -> None:
-        sums, normed = as_rows(self.sums), as_rows(self.normed)
+        sums = as_rows(self.sums)
         sums.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
-        normed.index_copy_(0, tokens.rows, self.norm(sums.index_select(0, tokens.rows)))
+        if tokens.outnumber_slots:
+            self.normed[: tokens.slots] = self.norm(self.sums[: tokens.slots])
+        else:
+            as_rows(self.normed).index_copy_(0, tokens.rows, self.norm(sums.index_select(0, tokens.rows)))
 
 
 class ValueMemory:
@@ -109,11 +116,13 @@ class ValueMemory:
         assert tokens.values is not None, "routed without values"
         sums, magnitudes = as_rows(self.sums), self.magnitudes.view(-1)
         sums.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
-        magnitudes.index_add_(0, tokens.rows, magnitude_steps(tokens, self.settings).reshape(-1))
-        fresh = read_values(
-            sums.index_select(0, tokens.rows), magnitudes.index_select(0, tokens.rows), self.settings
-        )
-        as_rows(self.read).index_copy_(0, tokens.rows, fresh)
+        add_magnitudes(magnitudes, tokens, self.settings)
+        if tokens.outnumber_slots:
+            used = slice(tokens.slots)
+            self.read[used] = read_values(self.sums[used], self.magnitudes[used], self.settings)
+        else:
+            touched = sums.index_select(0, tokens.rows), magnitudes.index_select(0, tokens.rows)
+            as_rows(self.read).index_copy_(0, tokens.rows, read_values(*touched, self.settings))
 
 
 class RewindableMemory:
@@ -130,8 +139,7 @@ class RewindableMemory:
         self._before_folds.append((keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)))
         keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
         values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
-        steps = magnitude_steps(tokens, self.settings).reshape(-1)
-        self.magnitudes.view(-1).index_add_(0, tokens.rows, steps)
+        add_magnitudes(self.magnitudes.view(-1), tokens, self.settings)
 
     def first(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.keys[:slots], self.values[:slots], self.magnitudes[:slots]
@@ -142,8 +150,7 @@ class RewindableMemory:
         as_rows(self.keys).index_copy_(0, rows, keys)
         as_rows(self.values).index_copy_(0, rows, values)
         if not self.settings.value_radius:
-            ones = torch.ones(rows.shape, dtype=self.magnitudes.dtype, device=self.magnitudes.device)
-            self.magnitudes.view(-1).index_add_(0, rows, ones, alpha=-1)
+            self.magnitudes.view(-1).index_add_(0, rows, self.magnitudes.new_ones(len(rows)), alpha=-1)
 
 
 def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
@@ -169,12 +176,13 @@ def read_values_backward(
     return grad_sums, along / clamped
 
 
-def magnitude_steps(tokens: RoutedTokens, settings: KVMSettings) -> Tensor:
-    """[B, c, H] what each token adds to its slot's magnitude: its length where it opens the slot, or one."""
+def add_magnitudes(magnitudes: Tensor, tokens: RoutedTokens, settings: KVMSettings) -> None:
+    """Add to [S * B * H] what each token brings: its length where it opens a slot, or a count of one."""
     if not settings.value_radius:
-        return torch.ones_like(tokens.keys[..., 0])
-    lengths = torch.linalg.vector_norm(tokens.opening_values(), dim=-1)
-    return lengths.masked_fill_(~tokens.opens, 0)
+        magnitudes.index_add_(0, tokens.rows, magnitudes.new_ones(len(tokens.rows)))
+    elif tokens.any_opens:
+        lengths = torch.linalg.vector_norm(tokens.opening_values(), dim=-1)
+        magnitudes.index_add_(0, tokens.rows, lengths.masked_fill_(~tokens.opens, 0).reshape(-1))
 
 
 def grown(boundary: Tensor, slots: int) -> Tensor:

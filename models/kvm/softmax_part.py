@@ -30,12 +30,15 @@ def softmax_part_backward(
 
 def join_parts(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The output and log-sum-exp of one softmax over all parts' keys."""
-    output, log_sum = parts[0]
+    output, first_log_sum = parts[0]
+    if len(parts) == 1:
+        return output, first_log_sum
+    log_sum = first_log_sum
+    for _, other_log_sum in parts[1:]:
+        log_sum = torch.logaddexp(log_sum, other_log_sum)
+    output = output * (first_log_sum - log_sum).exp_()[..., None]
     for other, other_log_sum in parts[1:]:
-        joined = torch.logaddexp(log_sum, other_log_sum)
-        output = output * (log_sum - joined).exp_()[..., None]
-        output = output.addcmul_(other, (other_log_sum - joined).exp_()[..., None])
-        log_sum = joined
+        output.addcmul_(other, (other_log_sum - log_sum).exp_()[..., None])
     return output, log_sum
 
 
