@@ -9,7 +9,7 @@ from parallel.config import FrozenConfig
 
 
 class SlotBudget(FrozenConfig):
-    """A schedule of slots over the context length (spec: target before the caps by tokens and `max_slots`)."""
+    """A schedule of slots over the context length, before the caps by tokens and `max_slots`."""
 
     @abstractmethod
     def slots_at(self, context_tokens: int) -> int:
@@ -41,7 +41,7 @@ class PowerLawBudget(SlotBudget):
 
 
 class SaturatingBudget(SlotBudget):
-    """`floor(limit * tokens / (limit + tokens))`, rounded down likewise: grows linearly at first, then levels off."""
+    """`floor(limit * tokens / (limit + tokens))`, rounded down likewise: linear at first, then level."""
 
     kind: Literal["saturating"] = "saturating"
     limit: int = Field(1024, ge=1)

@@ -110,6 +110,11 @@ class ModelConfig(FrozenConfig):
                 f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
                 "change one of them or give model.head_dim"
             )
+        if self.ffn_width == 0:
+            raise ValueError(
+                f"model.ffn_expansion={self.ffn_expansion} x model.hidden_size={self.hidden_size} is below "
+                "32, the multiple that the feed-forward width is rounded down to; raise one of them"
+            )
         problems = [p for kind, c in self.used_layer_configs.items() for p in c.problems(self, kind)]
         if problems:
             raise ValueError("; ".join(problems))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import models.layers.mixer
 from models.backbone import Backbone
+from models.budget import FixedBudget
 from models.config import KVMConfig, LayerConfig, ModelConfig
 from models.initialise import initialise
 from models.loss import token_losses
@@ -166,6 +167,12 @@ def test_a_config_names_what_is_wrong_with_a_layer_in_use() -> None:
         tiny_config(["kvm"], kvm=KVMConfig(chunk=16, rotary_dims=16))
     with pytest.raises(ValueError, match=r"hidden_size=48 is not divisible by model\.rwkv7\.head_dim"):
         tiny_config(["rwkv7"], hidden_size=48, rwkv7=ModelConfig().rwkv7)
+    with pytest.raises(ValueError, match=r"ffn_expansion=0\.5 x model\.hidden_size=32 is below 32"):
+        tiny_config(["kvm"], ffn_expansion=0.5)
+    with pytest.raises(ValueError, match=r"model\.kvm\.sinks=16 must be below chunk=16"):
+        tiny_config(["kvm"], kvm=KVMConfig(chunk=16, sinks=16))
+    with pytest.raises(ValueError, match=r"model\.kvm\.budget\.slots=8 would never act"):
+        tiny_config(["kvm"], kvm=KVMConfig(chunk=16, budget=FixedBudget(slots=8)))
     with pytest.raises(ValueError, match=r"unknown kind \['mamba'\]"):
         tiny_config(["mamba"])
     tiny_config(["rwkv7"], kvm=KVMConfig(chunk=16, rotary_dims=3))  # not in use
