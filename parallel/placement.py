@@ -118,8 +118,8 @@ def _slurm_addresses(env: Mapping[str, str], nodes: int) -> tuple[str, ...]:
 
 def first_host(node_list: str) -> str:
     """The first name of a Slurm host list: "gpu[007-010,12],login" -> "gpu007"."""
-    match = re.match(r"([^\[,]*)(?:\[([^\]\-,]+)[^\]]*\]([^,\[]*))?", node_list)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    first_of_each = re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", node_list)
+    return first_of_each.split(",")[0]
 
 
 def _port_of_job(job: str) -> int:

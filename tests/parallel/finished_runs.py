@@ -6,8 +6,6 @@ Every rank is a child that ends as an interpreter ends, its threads and static o
 import os
 import sys
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
 import torch
 
 from parallel.config import ParallelConfig
@@ -17,7 +15,10 @@ from parallel.sequence.ranks import RankedSequence
 from parallel.world import join_world, leave_world
 from tests.parallel.engine_case import Case, engine_step, make_engine
 from tests.parallel.toy import toy_net
+from tests.support import rank_imports
 from tests.support.ranks import free_port
+
+__all__ = ["rank_imports"]  # before the ranks are forked
 
 
 def run_rank(rank: int, port: int) -> None:

@@ -1,11 +1,11 @@
-"""Imported once by the server that rank processes are forked from: what takes them seconds to import."""
+"""Imported once by the process that ranks are forked from: what takes each of them seconds to import."""
 
 import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported, before a rank has joined its world
 
 import deepspeed
-import torch
+import torch._dynamo
 
 import parallel.engine.deepspeed
 
