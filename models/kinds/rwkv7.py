@@ -9,6 +9,8 @@ from models.layer_config import Elements, LayerConfig, MixerCost, low_rank
 if TYPE_CHECKING:
     from models.config import ModelConfig
 
+CHUNK = 32  # tokens of a chunk of the recurrence in matmuls
+
 
 class RWKV7Config(LayerConfig):
     """RWKV-7: a linear recurrence with a generalised delta rule."""
@@ -23,7 +25,7 @@ class RWKV7Config(LayerConfig):
 
     @property
     def position_multiple(self) -> int:
-        return 32  # the chunk of the recurrence in matmuls
+        return CHUNK
 
     def ranks(self, width: int) -> dict[str, int]:
         """Ranks of the low-rank maps decay, rate, value and gate at a hidden width."""

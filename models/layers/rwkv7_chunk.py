@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 32
+from models.kinds.rwkv7 import CHUNK
 
 
 class ChunkMaps(NamedTuple):

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers.rwkv7_chunk import CHUNK, carry, chunk_maps, read
+from models.kinds.rwkv7 import CHUNK
+from models.layers.rwkv7_chunk import carry, chunk_maps, read
 
 Result = tuple[Tensor, Tensor]
 
