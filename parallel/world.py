@@ -2,27 +2,22 @@
 
 import gc
 import os
-import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from parallel.config import ParallelConfig
+from parallel.meeting import meet
 from parallel.placement import LOOPBACK, Placement, world_from_environment
 
 __all__ = ["Device", "Placement", "World", "join_world", "leave_world", "world_from_environment"]
 
 Device = Literal["auto", "cpu", "cuda"]
-_POLL_SECONDS = 0.05
 _replaced_variables: dict[str, str | None] = {}  # what `join_world` overwrote, put back by `leave_world`
 
 
@@ -64,7 +59,7 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
         raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
     torch.set_num_threads(config.threads_per_rank or _threads(placement))
     with _environment_kept_on_failure(placement, torch_device):
-        store = _meet(placement, config.start_timeout_seconds)
+        store = meet(placement, config.start_timeout_seconds)
         dist.init_process_group(
             backend,
             store=store,
@@ -125,128 +120,6 @@ def _threads(placement: Placement) -> int:
         return placement.cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, cores // placement.local_size)
-
-
-def _meet(placement: Placement, timeout_seconds: float) -> dist.Store:
-    """A store that all ranks have reached, or a ConnectionError that names what is missing."""
-    if placement.size == 1:
-        return dist.HashStore()
-    deadline = time.monotonic() + timeout_seconds
-    address = _resolved(placement)
-    store: dist.Store
-    if placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = _serve(address, placement, timeout_seconds)
-    else:
-        store = _connect(address, placement, deadline, timeout_seconds)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"kvm-dist/{attempt}", store)
-    _wait_for_peers(store, placement, address, deadline, timeout_seconds)
-    return store
-
-
-def _resolved(placement: Placement) -> str:
-    """The first address whose name resolves."""
-    for address in placement.addresses:
-        try:
-            socket.getaddrinfo(address, placement.port, type=socket.SOCK_STREAM)
-        except OSError:
-            continue
-        return address
-    raise ConnectionError(
-        f"rank {placement.rank}: MASTER_ADDR={' or '.join(placement.addresses)} cannot be resolved; "
-        "set MASTER_ADDR to a name or address of rank 0's machine that every machine knows"
-    )
-
-
-def _serve(address: str, placement: Placement, timeout_seconds: float) -> dist.Store:
-    """Rank 0 listens on MASTER_ADDR itself, never on all interfaces."""
-    family, _, _, _, target = socket.getaddrinfo(address, placement.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ConnectionError(
-            f"rank 0 cannot listen on MASTER_ADDR={address} MASTER_PORT={placement.port}: {error.strerror}; "
-            "choose a free MASTER_PORT and a MASTER_ADDR of the machine that runs rank 0"
-        ) from error
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        world_size=None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _connect(address: str, placement: Placement, deadline: float, timeout_seconds: float) -> dist.Store:
-    """Knock until rank 0 listens (torch's own retries print pages), then open the store."""
-    problem: BaseException | None = None
-    while time.monotonic() < deadline:
-        left = max(deadline - time.monotonic(), 1.0)
-        try:
-            socket.create_connection((address, placement.port), timeout=left).close()
-        except OSError as error:
-            problem = error
-            time.sleep(_POLL_SECONDS)
-            continue
-        # Waits for ever on a stranger that accepts and is silent: hence a thread that may be left behind.
-        opening: Future[dist.Store] = Future()
-        Thread(target=_open_store, args=(opening, address, placement.port, left), daemon=True).start()
-        try:
-            return opening.result(left)
-        except FutureTimeout:
-            problem = FutureTimeout("it accepts connections and says nothing")
-        except RuntimeError as error:
-            problem = error
-    raise ConnectionError(
-        f"rank {placement.rank} has not reached rank 0 at MASTER_ADDR={address} MASTER_PORT={placement.port} "
-        f"in {timeout_seconds:g} s (parallel.start_timeout_seconds): is rank 0 running there? Last answer: "
-        f"{str(problem).splitlines()[0] if problem else 'none'}"
-    )
-
-
-def _open_store(opening: "Future[dist.Store]", address: str, port: int, timeout_seconds: float) -> None:
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        opening.set_result(dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False))
-    except RuntimeError as error:
-        opening.set_exception(error)
-
-
-def _wait_for_peers(
-    store: dist.Store, placement: Placement, address: str, deadline: float, timeout_seconds: float
-) -> None:
-    """Everybody signs in; whoever gives up first tells the others whom it missed."""
-    try:
-        store.set(f"here/{placement.rank}", f"{socket.gethostname()} pid {os.getpid()}")
-        store.add("arrived", 1)
-        while store.add("arrived", 0) < placement.size:
-            if time.monotonic() > deadline or store.check(["missing"]):
-                _report_missing(store, placement, timeout_seconds)
-            time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:
-        raise ConnectionError(
-            f"rank {placement.rank}: whoever listens at MASTER_ADDR={address} MASTER_PORT={placement.port} "
-            f"does not answer as rank 0 of this run, or has ended ({str(error).splitlines()[0]}); see rank "
-            "0's log, or choose another MASTER_PORT"
-        ) from error
-
-
-def _report_missing(store: dist.Store, placement: Placement, timeout_seconds: float) -> None:
-    missing = [str(rank) for rank in range(placement.size) if not store.check([f"here/{rank}"])]
-    store.set("missing", ",".join(missing))
-    if placement.rank == 0:
-        time.sleep(10 * _POLL_SECONDS)  # the store ends with rank 0: let the others read
-    raise ConnectionError(
-        f"rank {placement.rank} of {placement.size}: rank {', '.join(missing)} did not appear in "
-        f"{timeout_seconds:g} s (parallel.start_timeout_seconds); see its log, or check that WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT are the same for all"
-    )
 
 
 @contextmanager
