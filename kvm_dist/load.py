@@ -20,6 +20,7 @@ from kvm_dist.exit_codes import ConfigError
 from kvm_dist.strict_yaml import Located
 
 DEFAULT = "default"
+MAXIMUM_EXTENDS = 8
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ def _file_layers(
     if path.resolve() in chain:
         names = " -> ".join(p.name for p in (*chain, path))
         problems.append(f"{asked_by}: extends: a circle of files: {names}; remove one `extends`")
+        return [None]
+    if len(chain) > MAXIMUM_EXTENDS:
+        problems.append(f"{asked_by}: extends: more than {MAXIMUM_EXTENDS} files deep; flatten them")
         return [None]
     layer = _read_file(path, problems, asked_by)
     if layer is None:

@@ -73,6 +73,15 @@ def test_a_circle_of_extends_is_refused_and_named(tmp_path: Path) -> None:
     assert "run.yaml -> other.yaml -> run.yaml" in line
 
 
+def test_a_chain_of_extends_has_an_end(tmp_path: Path) -> None:
+    for number in range(12):
+        write(tmp_path, f"extends: {number + 1}.yaml\n", f"{number}.yaml")
+    write(tmp_path, "seed: 5\n", "12.yaml")
+    assert load_config(tmp_path / "5.yaml").config.seed == 5
+    (line,) = problems(tmp_path / "0.yaml")
+    assert "more than 8 files deep" in line
+
+
 def test_a_missing_file_names_who_asked_for_it(tmp_path: Path) -> None:
     path = write(tmp_path, "\nextends: [nowhere.yaml]\n")
     assert problems(path) == [
@@ -152,8 +161,8 @@ def test_a_budget_of_another_kind_replaces_the_whole_budget(tmp_path: Path) -> N
     assert load_config(path, ["model.kvm.budget.minimum=32"]).config.model.kvm.budget == PowerLawBudget(
         factor=8, minimum=32
     )
-    changed = load_config(path, ["model.kvm.budget={kind: fixed, slots: 128}"]).config
-    assert changed.model.kvm.budget == FixedBudget(slots=128)
+    changed = load_config(path, ["model.kvm.budget={kind: fixed, slots: 512}"]).config
+    assert changed.model.kvm.budget == FixedBudget(slots=512)
 
 
 def test_the_last_of_two_equal_overrides_wins(tmp_path: Path) -> None:
@@ -236,7 +245,7 @@ def test_a_dumped_configuration_loads_back_equal(
             "optimizer": {"learning_rate": rate},
             "evaluation": {"sample_prompts": [text, "x"]},
             "slurm": {"partition": text},
-            "model": {"kvm": {"budget": {"kind": "fixed", "slots": 7}}},
+            "model": {"kvm": {"budget": {"kind": "fixed", "slots": 257}}},
         }
     )
     path = tmp_path_factory.mktemp("dump") / "config.yaml"
