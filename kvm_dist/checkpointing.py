@@ -35,10 +35,13 @@ class CheckpointSaver:
         self.tracker = tracker
         self.config_text = config_text
 
-    def save(self, counters: Counters, final: bool) -> dict[str, float]:
-        """Collective. A save that fails leaves the older ones and raises only if it was the final one."""
+    def save(self, counters: Counters, metrics: Mapping[str, float], final: bool) -> dict[str, float]:
+        """Collective. A save that fails leaves the older ones and raises only if it was the final one.
+
+        The step's metrics are saved too: a run killed before they are logged still gets them at its resume.
+        """
         begun = time.perf_counter()
-        problem = self._write(counters)
+        problem = self._write(counters, metrics)
         problem = collectives.broadcast_object(problem)
         if problem is not None and final:
             raise StorageError(problem)
@@ -47,7 +50,7 @@ class CheckpointSaver:
             return {}
         return {"checkpoint/save_seconds": time.perf_counter() - begun}
 
-    def _write(self, counters: Counters) -> str | None:
+    def _write(self, counters: Counters, metrics: Mapping[str, float]) -> str | None:
         """Rank 0 writes what all ranks produce; returns what went wrong."""
         rng_states = collectives.gather_objects(capture_rng(self.world.device))
         try:
@@ -56,7 +59,7 @@ class CheckpointSaver:
                 counters.step,
                 _weights_and_optimizer(self.engine),
                 rng_states=rng_states,
-                state=counters.to_dict(),
+                state={**counters.to_dict(), "metrics": dict(metrics)},
                 config_text=self.config_text,
                 write=self.world.rank == 0,
             )

@@ -85,6 +85,14 @@ def truncate_after(path: Path, step: int) -> None:
     os.replace(replacement, path)
 
 
+def rewind(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Make the file end with `step`, whose metrics are given in case the run was killed before it logged them."""
+    truncate_after(path, step)
+    logged = read_metrics(path)
+    if not logged or logged[-1]["step"] < step:
+        append_metrics(path, step, metrics)
+
+
 def _lines_until(content: bytes, step: int) -> Iterator[bytes]:
     for line in content.splitlines(keepends=True):
         values = parse_metrics(line) if line.endswith(b"\n") else None

@@ -44,8 +44,9 @@ class Reporter:
             "fault/goodput": self._productive_seconds / (time.perf_counter() - self._begun),
         }
 
-    def log(self, step: int, metrics: dict[str, float], always: bool) -> None:
-        """Every `log_every_steps` steps, and whenever there is more than a step's own numbers."""
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Every `log_every_steps` steps, and whenever there is more to tell than a step's own numbers."""
         self.progress.update(step, metrics)
-        if always or step % self.log_every_steps == 0 or "validation/loss" in metrics:
+        special = "validation/loss" in metrics or "checkpoint/save_seconds" in metrics
+        if special or step % self.log_every_steps == 0:
             self.tracker.log(step, metrics)

@@ -1,6 +1,7 @@
 """A training run from its configuration to its end, as a table of contents."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from kvm_dist.data.validation import ValidationBatches
 from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import ConfigError, Preempted
 from kvm_dist.load import LoadedConfig, dump_config
-from kvm_dist.metrics import truncate_after
-from kvm_dist.progress import Progress
+from kvm_dist.metrics import rewind, truncate_after
+from kvm_dist.progress import TERMINAL_VARIABLE, Progress
 from kvm_dist.reporting import Reporter
 from kvm_dist.run_directory import RunDirectory
 from kvm_dist.sequence_split import SequenceSplit
@@ -53,7 +54,7 @@ def train(loaded: LoadedConfig) -> None:
         model, groups, engine = _build_engine(config, world)
         checkpoint = find_checkpoint(directory.checkpoints, world)
         counters = restore_weights(checkpoint, engine) if checkpoint else Counters()
-        with _tracker(config, directory, world, counters) as tracker:
+        with _tracker(config, directory, world, checkpoint) as tracker:
             trainer = _build_trainer(
                 config, directory, mesh, index, model, groups, engine, tracker, should_stop, counters
             )
@@ -110,7 +111,8 @@ def _build_trainer(
     saver = CheckpointSaver(
         directory.checkpoints, config.checkpoint.keep, engine, mesh.world, tracker, dump_config(config)
     )
-    progress = Progress(config.train.steps, counters.step)
+    live = True if os.environ.get(TERMINAL_VARIABLE) == "1" else None
+    progress = Progress(config.train.steps, counters.step, live=live)
     return Trainer(
         config,
         TrainStep(config, engine, groups, split),
@@ -161,13 +163,16 @@ def _validation_batches(config: RunConfig, mesh: Mesh, index: DatasetIndex) -> V
 
 @contextmanager
 def _tracker(
-    config: RunConfig, directory: RunDirectory, world: World, counters: Counters
+    config: RunConfig, directory: RunDirectory, world: World, checkpoint: LoadedCheckpoint | None
 ) -> Iterator[Tracker]:
     """The run in the tracking store, closed with how this attempt ended."""
     if world.rank != 0:
         yield NullTracker()
         return
-    truncate_after(directory.metrics_path, counters.step)
+    if checkpoint is None:
+        truncate_after(directory.metrics_path, 0)
+    else:
+        rewind(directory.metrics_path, checkpoint.step, checkpoint.state["metrics"])
     tracker = Tracker(directory.path, config)
     status = "FAILED"
     try:

@@ -52,8 +52,8 @@ class Trainer:
         if finished or step % self.config.evaluation.every_steps == 0:
             metrics |= self.evaluation.run(step)
         if finished or outcome.stop or step % self.config.checkpoint.every_steps == 0:
-            metrics |= self.checkpoints.save(self.counters, final=finished)
-        self.reporter.log(step, metrics, finished or outcome.stop)
+            metrics |= self.checkpoints.save(self.counters, metrics, final=finished)
+        self.reporter.log(step, metrics)
         if outcome.stop and not finished:
             raise Preempted(
                 f"stopped after step {step} as asked; saved, and the same command goes on from there"

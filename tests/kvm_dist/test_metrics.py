@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvm_dist.metrics import append_metrics, read_metrics, truncate_after
+from kvm_dist.metrics import append_metrics, read_metrics, rewind, truncate_after
 
 
 def write_steps(path: Path, steps: range) -> None:
@@ -80,3 +80,16 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert sorted(values["step"] for values in read_metrics(path)) == list(range(600))
+
+
+def test_rewinding_adds_the_line_that_a_kill_between_save_and_log_has_cost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 4):
+        append_metrics(path, step, {"train/loss": float(step)})
+    rewind(path, 3, {"train/loss": 3.0})
+    rewind(path, 3, {"train/loss": 9.0})
+    assert [(line["step"], line["train/loss"]) for line in read_metrics(path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+    ]
