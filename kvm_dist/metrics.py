@@ -86,7 +86,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def rewind(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Make the file end with `step`, whose metrics are given in case the run was killed before it logged them."""
+    """Make the file end with `step`; `metrics` are its values, for a run killed before it logged them."""
     truncate_after(path, step)
     logged = read_metrics(path)
     if not logged or logged[-1]["step"] < step:

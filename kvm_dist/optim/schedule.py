@@ -6,7 +6,8 @@ from kvm_dist.config import OptimizerConfig, ScheduleConfig
 def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Share of the peak learning rate at applied step `step` of `steps`.
 
-    Warm-up is (step + 1) / warmup_steps; then linear from 1 to `final_fraction` at `steps` (arXiv 2605.09877, App. D).
+    Warm-up is (step + 1) / warmup_steps; then linear from 1 to `final_fraction`
+    at `steps` (arXiv 2605.09877, App. D).
     """
     warmup = min(schedule.warmup_steps, steps)
     if step < warmup:
