@@ -10,8 +10,6 @@ from typing import TextIO
 _MOST_BAR_CELLS, _FEWEST_BAR_CELLS = 30, 6
 _SMOOTHING = 0.1
 _REDRAW_SECONDS = 0.1
-TERMINAL_VARIABLE = "KVM_DIST_TERMINAL"  # "1" from a launcher that copies our output to a terminal
-REDRAW = "\r\x1b[2K"  # back to the start of the line, and empty it
 
 
 class Progress:
@@ -19,7 +17,6 @@ class Progress:
 
     On a terminal one line is redrawn in place. Elsewhere (log files, Slurm) a line is printed for the first
     and the last step, for every step with a validation loss, and otherwise every `line_seconds`.
-    live: whether the stream ends at a terminal; None: ask it (a launcher between the two knows better).
     """
 
     def __init__(
@@ -28,7 +25,6 @@ class Progress:
         start_step: int = 0,
         *,
         stream: TextIO | None = None,
-        live: bool | None = None,
         line_seconds: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,7 +33,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._line_seconds = line_seconds
         self._clock = clock
-        self._live = self._stream.isatty() if live is None else live
+        self._live = self._stream.isatty()
         self._full, self._empty = (
             ("━", "┄") if (self._stream.encoding or "").startswith("utf") else ("=", ".")
         )
@@ -105,7 +101,7 @@ class Progress:
         if self._live:
             columns = shutil.get_terminal_size().columns - 1
             line = f"{self._bar(columns - len(text))}{text}"[:columns]
-            self._write(f"{REDRAW}{line}")
+            self._write(f"\r\x1b[2K{line}")
             self._open_line = True
         else:
             self._write(text + "\n")

@@ -1,7 +1,6 @@
 """A training run from its configuration to its end, as a table of contents."""
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import ConfigError, Preempted
 from kvm_dist.load import LoadedConfig, dump_config
 from kvm_dist.metrics import rewind, truncate_after
-from kvm_dist.progress import TERMINAL_VARIABLE, Progress
+from kvm_dist.progress import Progress
 from kvm_dist.reporting import Reporter
 from kvm_dist.run_directory import RunDirectory
 from kvm_dist.sequence_split import SequenceSplit
@@ -111,8 +110,7 @@ def _build_trainer(
     saver = CheckpointSaver(
         directory.checkpoints, config.checkpoint.keep, engine, mesh.world, tracker, dump_config(config)
     )
-    live = True if os.environ.get(TERMINAL_VARIABLE) == "1" else None
-    progress = Progress(config.train.steps, counters.step, live=live)
+    progress = Progress(config.train.steps, counters.step)
     return Trainer(
         config,
         TrainStep(config, engine, groups, split),

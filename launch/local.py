@@ -1,8 +1,6 @@
 """A run on this machine: starts the ranks, passes signals on, and ends them together. Imports no torch."""
 
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +16,6 @@ from kvm_dist.config import ParallelConfig
 from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.load import load_config
-from kvm_dist.progress import REDRAW, TERMINAL_VARIABLE
 from kvm_dist.run_directory import RunDirectory, locked_run_directory
 from launch.output import CopiedOutput, terminal_columns
 from launch.worker import LAUNCHER_PID
@@ -185,8 +182,6 @@ def _environment(rank: int, parallel: ParallelConfig, port: int) -> dict[str, st
     environment = {name: value for name, value in os.environ.items() if name not in STRAY_VARIABLES}
     threads = parallel.threads_per_rank or max(1, _cores() // size)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    if rank == 0 and sys.stderr.isatty():
-        environment |= {TERMINAL_VARIABLE: "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     return environment | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -198,13 +193,6 @@ def _environment(rank: int, parallel: ParallelConfig, port: int) -> dict[str, st
         **terminal_columns(environment),
         LAUNCHER_PID: str(os.getpid()),
     }
-
-
-def _without_redraws(block: bytes) -> bytes:
-    """A log keeps of a line that a terminal redraws only its last state."""
-    return re.sub(re.escape(REDRAW.encode()) + rb"[^\n\r]*(?=\r|\Z)", b"", block).replace(
-        REDRAW.encode(), b""
-    )
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import _without_redraws
-
 RANK = """
 import os, signal, sys, time
 from launch.worker import end_with_the_launcher
@@ -233,8 +231,3 @@ def test_a_signal_before_training_ends_a_worker_as_preempted() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (75, "")
     assert "SIGTERM before training began" in ended.stderr
-
-
-def test_a_log_keeps_only_the_last_state_of_a_line_that_the_terminal_redraws() -> None:
-    redrawn = b"started\n\r\x1b[2Kstep 1\r\x1b[2Kstep 2\r\x1b[2Kstep 3\nsaved\n\r\x1b[2Kstep 4"
-    assert _without_redraws(redrawn) == b"started\nstep 3\nsaved\n"
