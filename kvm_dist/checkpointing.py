@@ -13,7 +13,8 @@ from kvm_dist.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from kvm_dist.checkpoint.rng import capture_rng, restore_rng, seed_rng
 from kvm_dist.checkpoint.save import save_checkpoint
 from kvm_dist.counters import Counters
-from kvm_dist.exit_codes import StorageError
+from kvm_dist.data.index import DatasetIndex
+from kvm_dist.exit_codes import DataError, StorageError
 from kvm_dist.tracking import Tracker
 from parallel import collectives
 from parallel.engine.deepspeed import Engine
@@ -26,7 +27,15 @@ class CheckpointSaver:
     """Saves the engine's state under `folder` and keeps the newest `keep`."""
 
     def __init__(
-        self, folder: Path, keep: int, engine: Engine, world: World, tracker: Tracker, config_text: str
+        self,
+        folder: Path,
+        keep: int,
+        engine: Engine,
+        world: World,
+        tracker: Tracker,
+        *,
+        config_text: str,
+        data_digest: str,
     ) -> None:
         self.folder = folder
         self.keep = keep
@@ -34,6 +43,7 @@ class CheckpointSaver:
         self.world = world
         self.tracker = tracker
         self.config_text = config_text
+        self.data_digest = data_digest
 
     def save(self, counters: Counters, metrics: Mapping[str, float], final: bool) -> dict[str, float]:
         """Collective. A save that fails leaves the older ones and raises only if it was the final one.
@@ -59,7 +69,7 @@ class CheckpointSaver:
                 counters.step,
                 _weights_and_optimizer(self.engine),
                 rng_states=rng_states,
-                state={**counters.to_dict(), "metrics": dict(metrics)},
+                state={**counters.to_dict(), "metrics": dict(metrics), "data_digest": self.data_digest},
                 config_text=self.config_text,
                 write=self.world.rank == 0,
             )
@@ -83,6 +93,16 @@ def find_checkpoint(folder: Path, world: World) -> LoadedCheckpoint | None:
 
     path = on_rank_zero(world, newest_path)
     return load_checkpoint(path, verify=False) if path else None
+
+
+def require_same_data(checkpoint: LoadedCheckpoint, index: DatasetIndex) -> None:
+    """The position of a checkpoint means something in its own data only."""
+    saved = checkpoint.state["data_digest"]
+    if saved != index.digest:
+        raise DataError(
+            f"{checkpoint.path} was trained on data with digest {saved[:16]}, but {index.directory} has "
+            f"{index.digest[:16]}; give the run its own data back, or choose another name for the new data"
+        )
 
 
 def restore_weights(checkpoint: LoadedCheckpoint, engine: Engine) -> Counters:

@@ -29,6 +29,14 @@ class DataError(RunError):
     code = ExitCode.DATA
 
 
+class CrashError(RunError):
+    code = ExitCode.CRASH
+
+
+class HangError(RunError):
+    code = ExitCode.HANG
+
+
 class StorageError(RunError):
     code = ExitCode.STORAGE
 

@@ -16,7 +16,6 @@ MODE = 0o750
 # What a run's result depends on. The rest is layout, reporting or place, and may change on a resume.
 RESULT_KEYS = (
     "model",
-    "data.path",
     "data.tokenizer",
     "data.sequence_length",
     "data.shuffle_tokens",

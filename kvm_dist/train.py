@@ -9,7 +9,13 @@ import torch
 
 from kvm_dist.agreement import on_rank_zero
 from kvm_dist.checkpoint.load import LoadedCheckpoint
-from kvm_dist.checkpointing import CheckpointSaver, find_checkpoint, restore_random_state, restore_weights
+from kvm_dist.checkpointing import (
+    CheckpointSaver,
+    find_checkpoint,
+    require_same_data,
+    restore_random_state,
+    restore_weights,
+)
 from kvm_dist.config import RunConfig
 from kvm_dist.counters import Counters
 from kvm_dist.data.first_use import ensure_prepared
@@ -18,7 +24,7 @@ from kvm_dist.data.loader import BatchStream
 from kvm_dist.data.tokenizer import build_tokenizer
 from kvm_dist.data.validation import ValidationBatches
 from kvm_dist.evaluate.session import Evaluation
-from kvm_dist.exit_codes import ConfigError, Preempted
+from kvm_dist.exit_codes import ConfigError, CrashError, HangError, Preempted
 from kvm_dist.load import LoadedConfig, dump_config
 from kvm_dist.metrics import rewind, truncate_after
 from kvm_dist.progress import Progress
@@ -45,13 +51,15 @@ def train(loaded: LoadedConfig) -> None:
     directory = RunDirectory(config.run_directory)
     should_stop = StopRequest().install()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    world = join_world(config.parallel, config.device)
+    world = _join(config)
     try:
         torch.use_deterministic_algorithms(config.train.deterministic)
         mesh = Mesh.build(world, config.parallel)
         index = on_rank_zero(world, lambda: ensure_prepared(config.data, config.model.vocab_size))
         model, groups, engine = _build_engine(config, world)
         checkpoint = find_checkpoint(directory.checkpoints, world)
+        if checkpoint:
+            require_same_data(checkpoint, index)
         counters = restore_weights(checkpoint, engine) if checkpoint else Counters()
         with _tracker(config, directory, world, checkpoint) as tracker:
             trainer = _build_trainer(
@@ -62,8 +70,19 @@ def train(loaded: LoadedConfig) -> None:
             trainer.run()
             if world.rank == 0:
                 _draw(directory, tracker)
+    except TimeoutError as error:
+        raise HangError(str(error)) from error
     finally:
         leave_world()
+
+
+def _join(config: RunConfig) -> World:
+    try:
+        return join_world(config.parallel, config.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except ConnectionError as error:
+        raise CrashError(str(error)) from error
 
 
 def _build_engine(config: RunConfig, world: World) -> tuple[Backbone, list[ParameterGroup], Engine]:
@@ -108,7 +127,13 @@ def _build_trainer(
         directory,
     )
     saver = CheckpointSaver(
-        directory.checkpoints, config.checkpoint.keep, engine, mesh.world, tracker, dump_config(config)
+        directory.checkpoints,
+        config.checkpoint.keep,
+        engine,
+        mesh.world,
+        tracker,
+        config_text=dump_config(config),
+        data_digest=index.digest,
     )
     progress = Progress(config.train.steps, counters.step)
     return Trainer(

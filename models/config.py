@@ -117,5 +117,5 @@ class ModelConfig(FrozenConfig):
             )
         problems = [p for kind, c in self.used_layer_configs.items() for p in c.problems(self, kind)]
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self

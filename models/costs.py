@@ -65,11 +65,14 @@ def model_costs(config: ModelConfig, sequence_length: int, element_bytes: int = 
     """Costs at `sequence_length` tokens of context, numbers of the model's dtype taking `element_bytes`."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}: want at least 1")
-    seen: set[str] = set()
-    rows = []
-    for index, kind in enumerate(config.layer_kinds):
-        rows.append(_layer(config, index, kind, sequence_length, element_bytes, first=kind not in seen))
-        seen.add(kind)
+    kinds = config.layer_kinds
+    mean_flops = {kind: _mean_flops(config, kind, sequence_length) for kind in set(kinds)}
+    rows = [
+        _layer(
+            config, index, sequence_length, element_bytes, mean_flops[kind], first=kinds.index(kind) == index
+        )
+        for index, kind in enumerate(kinds)
+    ]
     return ModelCosts(
         sequence_length=sequence_length,
         layers=tuple(rows),
@@ -81,8 +84,10 @@ def model_costs(config: ModelConfig, sequence_length: int, element_bytes: int = 
 
 
 def _layer(
-    config: ModelConfig, index: int, kind: str, sequence_length: int, element_bytes: int, first: bool
+    config: ModelConfig, index: int, sequence_length: int, element_bytes: int, mean_flops: float, first: bool
 ) -> LayerCosts:
+    """first: whether no layer before is of the same kind; mean_flops: of the mixer, per token."""
+    kind = config.layer_kinds[index]
     layer = config.layer_config(kind)
     cost = layer.cost(config, sequence_length)
     width, shift = config.hidden_size, config.hidden_size * config.token_shift
@@ -96,7 +101,7 @@ def _layer(
         kind=kind,
         parameters=cost.parameters + feed_forward + shift + norms,
         last_token_flops=cost.forward_flops + 2 * feed_forward,
-        mean_token_flops=_mean_flops(config, kind, sequence_length) + 2 * feed_forward,
+        mean_token_flops=mean_flops + 2 * feed_forward,
         boundary_bytes=boundary.size(element_bytes),
         decode_state_bytes=(cost.decode_state + Elements(shift)).size(element_bytes),
     )

@@ -84,6 +84,14 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_nothing_lost(tmp_path: P
     assert not list((run.directory / "checkpoints").glob("step-0*/manifest.json"))
 
 
+def test_other_data_under_a_run_is_refused(tmp_path: Path, undisturbed: TinyRun) -> None:
+    (tmp_path / "other").mkdir()
+    for number in range(3):
+        (tmp_path / "other" / f"{number}.txt").write_text(f"other text {number} " * 300)
+    output = undisturbed.train([f"data.path={tmp_path}/data", f"data.source={tmp_path}/other"], code=65)
+    assert "digest" in output
+
+
 def test_a_finished_run_is_finished(undisturbed: TinyRun) -> None:
     before = undisturbed.final_bytes()
     undisturbed.train()
