@@ -9,7 +9,7 @@ import pytest
 
 from kvm_dist.metrics import append_metrics
 from kvm_dist.plots import loss_curve, plot_run, position_loss
-from kvm_dist.plots.run import series, smoothed
+from kvm_dist.plots.run import half_octaves, series, smoothed
 
 
 def write_run(run_dir: Path, steps: int) -> None:
@@ -70,3 +70,11 @@ def test_smoothing_keeps_constants_and_lags_behind_no_slope() -> None:
     assert smoothed([2.0] * 200) == [2.0] * 200
     slope = smoothed([float(step) for step in range(400)])
     assert slope[100:300] == pytest.approx([float(step) for step in range(100, 300)])
+
+
+def test_half_octaves_average_the_many_late_blocks_and_leave_the_first_alone() -> None:
+    positions = [32.0 + 64 * block for block in range(32)]
+    centres, means = half_octaves(positions, [float(block) for block in range(32)])
+    assert (centres[0], means[0]) == (32.0, 0.0)
+    assert means[-1] == pytest.approx(sum(range(27, 32)) / 5)
+    assert len(means) < 12
