@@ -1,5 +1,6 @@
 """`kvm_attention`: checks what it is given and picks the backend. Nothing else does either."""
 
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -79,27 +80,34 @@ def kvm_attention(
     if state is not None:
         _check_state(state, q, merge_gate, settings)
     _check_place(state, exchange, start, q.shape[1], return_state, settings)
-    chosen = _backend(backend, exchange)
+    chosen = _backend(backend, exchange, q)
     parameters = Parameters(key_norm_weight, key_norm_bias, state_temperature, window_temperature)
     with torch.autocast(q.device.type, enabled=False):  # routing does not survive rounding
         if chosen == "reference":
             output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
             return output, after if return_state else None
+        if chosen == "triton":
+            from models.kvm.triton_backend import kvm_triton  # only where there is a Triton to import
+
+            return kvm_triton(q, k, v, merge_gate, parameters, settings, state, return_state, exchange, start)
         return kvm_torch(q, k, v, merge_gate, parameters, settings, state, return_state, exchange, start)
 
 
-def _backend(backend: str, exchange: Exchange) -> Literal["reference", "torch"]:
-    if backend == "triton":
-        raise ValueError("backend='triton': there are no KVM kernels yet; use 'auto' or 'torch'")
+def _backend(backend: str, exchange: Exchange, q: Tensor) -> Literal["reference", "torch", "triton"]:
     if backend == "reference":
         if exchange.has_previous or exchange.has_next:
             raise ValueError(
                 "backend='reference' does not run on a shard of a sequence; use 'auto' or 'torch'"
             )
         return "reference"
-    if backend not in ("auto", "torch"):
+    if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend={backend!r}: want 'auto', 'reference', 'torch' or 'triton'")
-    return "torch"
+    has_triton = find_spec("triton") is not None
+    if backend == "triton" and not has_triton:
+        raise ValueError("backend='triton': Triton is not installed; install it, or use 'auto' or 'torch'")
+    if backend == "auto":
+        return "triton" if has_triton and q.is_cuda and q.dtype != torch.float64 else "torch"
+    return "torch" if backend == "torch" else "triton"
 
 
 def _check_place(

@@ -1,0 +1,84 @@
+"""Starting kernels: on a GPU, in Triton's interpreter, or only noting what would be started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from models.kvm.kernels.tuning import OTHER_CUDA, OTHER_HIP, TARGETS, Target, Tile
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a kernel, as it would be on `target`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    tile: Tile
+    target: Target
+
+
+_recording: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recorded_launches(target: Target) -> Iterator[list[Launch]]:
+    """Launches inside are noted for `target` instead of run; tensors may be on the meta device."""
+    launches: list[Launch] = []
+    token = _recording.set((target, launches))
+    try:
+        yield launches
+    finally:
+        _recording.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether Triton was told to run kernels on the CPU, in Python."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def current_target(device: torch.device) -> Target:
+    recording = _recording.get()
+    if recording is not None:
+        return recording[0]
+    if device.type == "cpu" and interpreted():
+        return TARGETS["interpreter"]
+    if device.type != "cuda":
+        raise ValueError(
+            f"backend='triton' on {device.type}: want tensors on a GPU, or set TRITON_INTERPRET=1 before "
+            "Python starts to run kernels slowly on the CPU; else use backend='torch'"
+        )
+    return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache(maxsize=64)
+def _gpu_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return TARGETS.get(properties.gcnArchName.split(":")[0], OTHER_HIP)
+    return TARGETS.get(f"sm_{properties.major}{properties.minor}", OTHER_CUDA)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    tile: Tile,
+    target: Target,
+    **constants: Any,
+) -> None:
+    """Start `grid` programs of a kernel; none for an empty grid."""
+    if 0 in grid:
+        return
+    recording = _recording.get()
+    if recording is not None:
+        recording[1].append(Launch(kernel, grid, arguments, constants, tile, target))
+        return
+    kernel[grid](*arguments, **constants, **tile.options(target))
