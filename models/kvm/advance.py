@@ -19,12 +19,19 @@ class CallTokens:
         self.gate = gate
         self.norm = norm
         self.settings = settings
+        self._masked = norm.weight.new_empty(0)
 
     def masked_keys(self, fold: Fold) -> Tensor:
-        """[B, c, H, D] keys whose rotary dims are zeroed: what the state key norm is given."""
-        keys = self.keys.span(fold.start, fold.stop).to(self.norm.weight.dtype, copy=True)
-        keys[..., : self.settings.rotary_dims] = 0
-        return keys
+        """[B, c, H, D] keys whose rotary dims are zeroed: what the state key norm is given. Valid until the
+        next fold's."""
+        keys = self.keys.span(fold.start, fold.stop)
+        rotary = self.settings.rotary_dims
+        if not rotary:
+            return keys.to(self.norm.weight.dtype)
+        if self._masked.shape != keys.shape:
+            self._masked = torch.zeros(keys.shape, dtype=self.norm.weight.dtype, device=keys.device)
+        self._masked[..., rotary:] = keys[..., rotary:]
+        return self._masked
 
     def routed(self, fold: Fold, route: Tensor, kbar: Tensor, with_values: bool) -> RoutedTokens:
         dtype = self.norm.weight.dtype
@@ -33,24 +40,32 @@ class CallTokens:
         return RoutedTokens(fold, route, kbar, values, gate, self.settings)
 
 
-def advance(tokens: CallTokens, boundary: Tensor, plan: Plan) -> tuple[Tensor, KeyMemory]:
-    """Routes [B, t, H] int32 of the tokens folded in this call, and S_K after the last fold.
+class Router:
+    """Routes fold after fold: the only part of the operator that is serial."""
 
-    boundary: [m, B, H, D], S_K before the call.
-    """
-    memory = KeyMemory(boundary, plan.slots_stop, tokens.norm)
-    batch, heads = boundary.shape[1:3]
-    count = plan.covered_stop - plan.covered_start
-    routes = torch.empty(batch, count, heads, dtype=torch.int32, device=boundary.device)
-    scratch = _similarity_buffer(plan, batch * heads, boundary)
-    for fold in plan.folds:
+    def __init__(self, tokens: CallTokens, boundary: Tensor, plan: Plan) -> None:
+        """boundary: [m, B, H, D], S_K before the call."""
+        self.tokens = tokens
+        self.plan = plan
+        self.memory = KeyMemory(boundary, plan.slots_stop, tokens.norm)
+        batch, heads = boundary.shape[1:3]
+        count = plan.covered_stop - plan.covered_start
+        # [B, t, H] of the tokens folded in this call
+        self.routes = torch.empty(batch, count, heads, dtype=torch.int32, device=boundary.device)
+        self._scratch = _similarity_buffer(plan, batch * heads, boundary)
+
+    def fold(self, fold: Fold, with_values: bool) -> RoutedTokens:
+        """Route the tokens of the next fold and fold their keys."""
+        tokens = self.tokens
         kbar = tokens.norm(tokens.masked_keys(fold))
-        route = route_of(routes, fold, plan)
-        route.copy_(
-            _open_all(fold, route) if fold.is_first_state else _route(tokens, kbar, memory, fold, scratch)
-        )
-        memory.fold(tokens.routed(fold, route, kbar, with_values=False))
-    return routes, memory
+        route = route_of(self.routes, fold, self.plan)
+        if fold.is_first_state:
+            route.copy_(_open_all(fold, route))
+        else:
+            route.copy_(_route(tokens, kbar, self.memory, fold, self._scratch))
+        routed = tokens.routed(fold, route, kbar, with_values)
+        self.memory.fold(routed)
+        return routed
 
 
 def route_of(routes: Tensor, fold: Fold, plan: Plan) -> Tensor:
@@ -67,7 +82,7 @@ def _route(tokens: CallTokens, kbar: Tensor, memory: KeyMemory, fold: Fold, scra
     """[B, C, H]: the least similar tokens open slots, the others merge into the most similar slot."""
     sinks, slots = tokens.settings.sinks, fold.slots_before
     queries = _flat_heads(kbar.permute(0, 2, 1, 3))  # [B*H, C, D]
-    similarity = _similarity(queries, memory.normed[:slots], scratch)
+    similarity = _similarity(queries, memory.normed.first(slots), scratch)
     best, chosen = similarity[:, :, sinks:].max(dim=-1)  # the first of equals
     chosen += sinks
     if fold.appended:
@@ -83,9 +98,9 @@ def _route(tokens: CallTokens, kbar: Tensor, memory: KeyMemory, fold: Fold, scra
 
 
 def _similarity(queries: Tensor, normed: Tensor, scratch: Tensor) -> Tensor:
-    """[B*H, C, m] of queries [B*H, C, D] with slots [m, B, H, D]."""
-    keys = normed.flatten(1, 2).permute(1, 2, 0)
-    shape = (*queries.shape[:2], len(normed))
+    """[B*H, C, m] of queries [B*H, C, D] with slots [B, H, m, D]."""
+    keys = _flat_heads(normed).transpose(1, 2)
+    shape = (*queries.shape[:2], keys.shape[2])
     out = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
     return torch.bmm(queries, keys, out=out)
 

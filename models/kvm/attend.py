@@ -1,7 +1,9 @@
-"""The parallel pass: every block reads its window and the state, whose folds are replayed from the routes.
+"""The parallel pass: every block reads its window and the state, whose folds enter as the blocks pass.
 
 Key ranges depend on the block's place in the whole sequence only, so results do not depend on how it is cut.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from models.kvm.advance import CallTokens, route_of
 from models.kvm.layout import Block, Fold, Plan
 from models.kvm.memory import KeyMemory, ValueMemory
 from models.kvm.softmax_part import join_parts, softmax_part
+from models.kvm.workspace import HeadsFirst, WindowReads
 
 
 class Queries:
@@ -33,35 +36,47 @@ class Queries:
         self.dtype = dtype
         self.state_scale = _spread(state_temperature, tensor.shape[3])
         self.window_scale = _spread(window_temperature, tensor.shape[3])
+        self._scaled = HeadsFirst(dtype)
 
     def local(self, block: Block) -> slice:
         return slice(block.start - self.start, block.stop - self.start)
 
     def block(self, block: Block) -> Tensor:
         """[B, c, H, D]."""
-        return self.tensor[:, self.local(block)].to(self.dtype)
+        return self.tensor[:, self.local(block)]
+
+    def scaled(self, block: Block, scale: Tensor | None) -> Tensor:
+        """[B, H, c, D] times a scale [H, D]; valid until the next call."""
+        return self._scaled.fill(self.block(block), scale)
 
 
 def attend(
-    queries: Queries, tokens: CallTokens, routes: Tensor, plan: Plan, keys: KeyMemory, values: ValueMemory
+    queries: Queries,
+    tokens: CallTokens,
+    plan: Plan,
+    keys: KeyMemory,
+    values: ValueMemory,
+    fold_in: Callable[[tuple[Fold, ...]], None],
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D] and log-sum-exp [B, H, T]; brings both memories to the end of the call."""
+    """Output [B, T, H, D] and log-sum-exp [B, H, T]; `fold_in` brings both memories forward over folds."""
     batch, length, heads, _ = queries.tensor.shape
     output = torch.empty_like(queries.tensor, memory_format=torch.contiguous_format)
     log_sum = torch.empty(batch, heads, length, dtype=queries.dtype, device=output.device)
+    windows = WindowReads(tokens.keys, tokens.values, queries.dtype)
     for block in plan.blocks:
-        replay(tokens, routes, plan, block.folds, keys, values)
-        q = queries.block(block)
-        window_q = heads_first(scaled(q, queries.window_scale))
-        parts = [softmax_part(window_q, k, v, causal) for _, k, v, causal in window_parts(block, tokens)]
+        fold_in(block.folds)
+        q = queries.scaled(block, queries.window_scale)
+        parts = [softmax_part(q, k, v, causal) for _, k, v, causal in windows.parts(block)]
         if block.slots:
-            read = slots_view(keys.normed[: block.slots]), slots_view(values.read[: block.slots])
-            parts.append(softmax_part(heads_first(scaled(q, queries.state_scale)), *read, causal=False))
+            if queries.state_scale is not queries.window_scale:
+                q = queries.scaled(block, queries.state_scale)
+            read = keys.normed.first(block.slots), values.read.first(block.slots)
+            parts.append(softmax_part(q, *read, causal=False))
         block_output, block_log_sum = join_parts(parts)
         local = queries.local(block)
         output[:, local] = block_output.transpose(1, 2)
         log_sum[:, :, local] = block_log_sum
-    replay(tokens, routes, plan, plan.closing, keys, values)
+    fold_in(plan.closing)
     return output, log_sum
 
 
@@ -81,38 +96,6 @@ def replay(
             keys.fold(routed)
         if values is not None:
             values.fold(routed)
-
-
-def window_parts(block: Block, tokens: CallTokens) -> list[tuple[int, Tensor, Tensor, bool]]:
-    """(first position, keys, values [B, H, t, D], causal) of what the block reads from the window."""
-    spans = [(block.start, block.stop, True)]
-    if block.window_start < block.start:
-        spans.append((block.window_start, block.start, False))
-    dtype = tokens.norm.weight.dtype
-    return [
-        (
-            start,
-            heads_first(tokens.keys.span(start, stop)).to(dtype),
-            heads_first(tokens.values.span(start, stop)).to(dtype),
-            causal,
-        )
-        for start, stop, causal in spans
-    ]
-
-
-def heads_first(tensor: Tensor) -> Tensor:
-    """[B, t, H, D] as [B, H, t, D]."""
-    return tensor.transpose(1, 2)
-
-
-def slots_view(tensor: Tensor) -> Tensor:
-    """Slots first [m, B, H, D] as [B, H, m, D]."""
-    return tensor.permute(1, 2, 0, 3)
-
-
-def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows [B, c, H, D] times a scale [H, D]."""
-    return rows if scale is None else rows * scale
 
 
 def _spread(temperature: Tensor | None, width: int) -> Tensor | None:

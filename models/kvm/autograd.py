@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.kvm.advance import CallTokens, advance, route_of
+from models.kvm.advance import CallTokens, Router, route_of
 from models.kvm.attend import Queries, attend, replay
 from models.kvm.gradients import (
     CallGradients,
     ReadBackward,
     SlotGradient,
-    SlotTensors,
     StateReads,
     WindowBackward,
 )
 from models.kvm.handover import Handover
 from models.kvm.layout import Fold, KVMSettings, Plan
 from models.kvm.memory import KeyMemory, KeyNorm, ValueMemory
+from models.kvm.rewind import SlotTensors
 from models.kvm.state import accumulation_dtype
 from models.kvm.tokens import Tokens
 
@@ -92,11 +92,11 @@ class KVMFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, ...]:
         given = _with_window_before(call, CallTensors(*tensors))
         tokens = given.tokens(call)
-        routes, given = _advance(call, given, tokens)
-        keys, values = _memories(call, given, tokens)
-        output, log_sum = attend(given.queries(call), tokens, routes, call.plan, keys, values)
+        router, given = _advance(call, given, tokens)
+        keys, values, fold_in = _memories(call, given, tokens, router)
+        output, log_sum = attend(given.queries(call), tokens, call.plan, keys, values, fold_in)
         ctx.call = call
-        ctx.save_for_backward(*given.all(), routes, output, log_sum)
+        ctx.save_for_backward(*given.all(), router.routes, output, log_sum)
         ctx.set_materialize_grads(False)
         return (output, keys.sums, values.sums, values.magnitudes) if call.returns_state else output
 
@@ -153,29 +153,42 @@ def _with_window_before(call: Call, given: CallTensors) -> CallTensors:
     return given
 
 
-def _advance(call: Call, given: CallTensors, tokens: CallTokens) -> tuple[Tensor, CallTensors]:
-    """Route all folds and pass on the state, S_K first: everything the next rank waits for."""
+def _advance(call: Call, given: CallTensors, tokens: CallTokens) -> tuple[Router, CallTensors]:
+    """Where a rank follows: route all folds and pass on the state, S_K first, which is all it waits for."""
     handover, plan = call.handover, call.plan
     dtype = given.norm_weight.dtype
     if handover.has_previous:
         given = replace(given, slot_keys=handover.receive_keys(given.q, dtype))
-    routes, keys = advance(tokens, given.boundary()[0], plan)
+    router = Router(tokens, given.boundary()[0], plan)
     if handover.has_next:
-        handover.send_keys(keys.sums)
+        for fold in plan.folds:
+            router.fold(fold, with_values=False)
+        handover.send_keys(router.memory.sums)
     if handover.has_previous:
         values, magnitudes = handover.receive_values(given.q, dtype)
         given = replace(given, slot_values=values, slot_magnitudes=magnitudes)
     if handover.has_next:
         memory = ValueMemory(*given.boundary()[1:], plan.slots_stop, call.settings)
-        replay(tokens, routes, plan, plan.folds, None, memory)
+        replay(tokens, router.routes, plan, plan.folds, None, memory)
         handover.send_values(memory.sums, memory.magnitudes)
-    return routes, given
+    return router, given
 
 
-def _memories(call: Call, given: CallTensors, tokens: CallTokens) -> tuple[KeyMemory, ValueMemory]:
-    keys, values, magnitudes = given.boundary()
-    slots = call.plan.slots_stop
-    return KeyMemory(keys, slots, tokens.norm), ValueMemory(values, magnitudes, slots, call.settings)
+def _memories(
+    call: Call, given: CallTensors, tokens: CallTokens, router: Router
+) -> tuple[KeyMemory, ValueMemory, Callable[[tuple[Fold, ...]], None]]:
+    """Memories at the start of the call, and what brings them forward: routing, or the routes at hand."""
+    boundary, slots = given.boundary(), call.plan.slots_stop
+    values = ValueMemory(*boundary[1:], slots, call.settings)
+    if call.handover.has_next:
+        keys = KeyMemory(boundary[0], slots, tokens.norm)
+        return keys, values, lambda folds: replay(tokens, router.routes, call.plan, folds, keys, values)
+
+    def route(folds: tuple[Fold, ...]) -> None:
+        for fold in folds:
+            values.fold(router.fold(fold, with_values=True))
+
+    return router.memory, values, route
 
 
 def _backward(

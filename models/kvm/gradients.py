@@ -11,38 +11,33 @@ import torch
 from torch import Tensor
 
 from models.kvm.advance import CallTokens, route_of
-from models.kvm.attend import Queries, heads_first, scaled, slots_view, window_parts
+from models.kvm.attend import Queries
 from models.kvm.layout import Block, Fold, Plan
-from models.kvm.memory import (
-    RewindableMemory,
-    RoutedTokens,
-    as_rows,
-    grown,
-    read_values,
-    read_values_backward,
-    row_numbers,
-)
+from models.kvm.memory import RoutedTokens, as_rows, grown
+from models.kvm.rewind import RewindableMemory, SlotTensors
 from models.kvm.softmax_part import softmax_part_backward
 from models.kvm.tokens import Tokens
+from models.kvm.workspace import HeadsFirst, WindowReads
 
-SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
 
-
-@dataclass(frozen=True)
 class ReadBackward:
     """What the backward of reads starts from."""
 
-    queries: Queries
-    grad_output: Tensor  # [B, T, H, D]
-    output: Tensor  # [B, T, H, D]
-    log_sum: Tensor  # [B, H, T]
+    def __init__(self, queries: Queries, grad_output: Tensor, output: Tensor, log_sum: Tensor) -> None:
+        """grad_output, output: [B, T, H, D]; log_sum: [B, H, T]."""
+        self.queries = queries
+        self.grad_output = grad_output
+        self.output = output
+        self.log_sum = log_sum
+        self._held = HeadsFirst(queries.dtype), HeadsFirst(queries.dtype)
 
     def block(self, block: Block, scale: Tensor | None) -> "BlockBackward":
-        local, dtype = self.queries.local(block), self.queries.dtype
+        """Valid until the next call."""
+        local = self.queries.local(block)
         return BlockBackward(
-            heads_first(scaled(self.queries.block(block), scale)),
-            heads_first(self.grad_output[:, local].to(dtype)),
-            heads_first(self.output[:, local].to(dtype)),
+            self.queries.scaled(block, scale),
+            self._held[0].fill(self.grad_output[:, local]),
+            self._held[1].fill(self.output[:, local]),
             self.log_sum[:, :, local],
         )
 
@@ -87,17 +82,25 @@ class CallGradients:
 
     def set_window_query(self, block: Block, grad: Tensor) -> None:
         """The gradient [B, c, H, D] of a block's scaled queries through its window: comes first."""
-        self.q[:, self.queries.local(block)] = scaled(grad, self.queries.window_scale)
+        held = self.q[:, self.queries.local(block)]
+        if self.queries.window_scale is None:
+            held.copy_(grad)
+        else:
+            torch.mul(grad, self.queries.window_scale, out=held)
         self._add_scale(self._window_scale, block, grad)
 
     def add_state_query(self, block: Block, grad: Tensor) -> None:
         """The same through the state."""
-        self.q[:, self.queries.local(block)] += scaled(grad, self.queries.state_scale)
+        held = self.q[:, self.queries.local(block)]
+        if self.queries.state_scale is None:
+            held.add_(grad)
+        else:
+            held.addcmul_(grad, self.queries.state_scale)
         self._add_scale(self._state_scale, block, grad)
 
     def _add_scale(self, scale: Tensor | None, block: Block, grad: Tensor) -> None:
         if scale is not None:
-            scale += (grad * self.queries.block(block)).sum(dim=(0, 1))
+            scale += grad.mul_(self.queries.block(block)).sum(dim=(0, 1))  # the last use of grad
 
     def add_norm(self, weight: Tensor, bias: Tensor) -> None:
         self.norm_weight += weight
@@ -117,10 +120,11 @@ class WindowBackward:
     waiting: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     def run(self, reads: ReadBackward, tokens: CallTokens, plan: Plan) -> None:
+        windows = WindowReads(tokens.keys, tokens.values, reads.queries.dtype)
         for block in reversed(plan.blocks):
             read = reads.block(block, reads.queries.window_scale)
             grad_q = None
-            for start, k, v, causal in window_parts(block, tokens):
+            for start, k, v, causal in windows.parts(block):
                 dq, dk, dv = read.part(k, v, causal)
                 grad_q = dq if grad_q is None else grad_q.add_(dq)
                 self._add(start, dk, dv)
@@ -155,29 +159,27 @@ class StateReads:
         self.tokens = tokens
         self.routes = routes
         self.plan = plan
-        self.memory = RewindableMemory(boundary, plan.slots_stop, tokens.settings)
+        self.memory = RewindableMemory(boundary, plan.slots_stop, tokens.norm, tokens.settings)
         for fold in plan.folds:
             kbar = tokens.norm(tokens.masked_keys(fold))
             self.memory.fold(tokens.routed(fold, route_of(routes, fold, plan), kbar, with_values=True))
+        self.memory.renew()
 
     def rewind(self, folds: tuple[Fold, ...]) -> None:
         for fold in reversed(folds):
-            self.memory.undo_fold(row_numbers(route_of(self.routes, fold, self.plan)))
+            self.memory.undo(fold, route_of(self.routes, fold, self.plan))
 
     def backward(self, block: Block, gradients: CallGradients) -> SlotTensors | None:
         """What one block sends to the slots it read, or None; the memory must be at the block."""
         if not block.slots:
             return None
-        norm, settings = self.tokens.norm, self.tokens.settings
-        keys, values, magnitudes = self.memory.first(block.slots)
-        normed, mean, deviation = norm.with_statistics(keys)
-        read = read_values(values, magnitudes, settings)
+        read = self.memory.normed.first(block.slots), self.memory.read.first(block.slots)
         part = self.reads.block(block, self.reads.queries.state_scale)
-        dq, grad_normed, grad_read = part.part(slots_view(normed), slots_view(read), causal=False)
+        dq, *grad_read = part.part(*read, causal=False)
         gradients.add_state_query(block, dq)
-        grad_keys, *grad_norm = norm.backward(_slots_first(grad_normed), keys, mean, deviation)
+        sent, grad_norm = self.memory.backward(*(_slots_first(grad) for grad in grad_read))
         gradients.add_norm(*grad_norm)
-        return (grad_keys, *read_values_backward(_slots_first(grad_read), values, magnitudes, settings))
+        return sent
 
 
 class SlotGradient:
@@ -205,8 +207,7 @@ class SlotGradient:
         grad_values = as_rows(self.values).index_select(0, routed.rows).view(kbar.shape)
         dk, *grad_norm = norm.backward(routed.weighted(grad_keys), masked, mean, deviation)
         gradients.add_norm(*grad_norm)
-        dk[..., : tokens.settings.rotary_dims] = 0
-        gradients.k.add(fold.start, dk)
+        gradients.k.add(fold.start, dk, tokens.settings.rotary_dims)
         dv = routed.weighted(grad_values)
         dg = None
         if routed.weight is not None:

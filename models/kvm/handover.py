@@ -7,8 +7,8 @@ window's gradients travel first, then the running gradient of the slots, then th
 import torch
 from torch import Tensor
 
-from models.kvm.gradients import SlotTensors
 from models.kvm.layout import KVMSettings, Plan
+from models.kvm.rewind import SlotTensors
 from models.kvm.tokens import Tokens
 from parallel.sequence.context import Exchange
 

@@ -1,7 +1,8 @@
 """The slots while a call walks through its chunks: sums that folds add to, and what reads see of them.
 
-Buffers are slots first, [S, B, H, D] with S the slots at the end of the call: the slots in use are a
-contiguous prefix, and a slot keeps its row number `(slot * B + b) * H + h` while the state grows.
+Sums are slots first, [S, B, H, D] with S the slots at the end of the call: the slots in use are a contiguous
+prefix, and a slot keeps its row number `(slot * B + b) * H + h` while the state grows. What reads see is
+heads first, [B, H, S, D], which attention kernels like best; a slot is its row `(b * H + h) * S + slot`.
 """
 
 from dataclasses import dataclass
@@ -53,12 +54,11 @@ class RoutedTokens:
         settings: KVMSettings,
     ) -> None:
         self.slots = fold.slots_after
-        self.outnumber_slots = (
-            fold.stop - fold.start >= fold.slots_after
-        )  # then renewing all slots is cheaper
+        self.outnumber_slots = outnumbers_slots(fold)
         self.any_opens = fold.appended > 0
         self.opens = route < 0
-        self.rows = row_numbers(route)
+        self.slot = slot_numbers(route, fold)
+        self.rows = row_numbers(self.slot)
         self.keys = keys
         self.values = values
         self.radius_gated = False
@@ -82,6 +82,27 @@ class RoutedTokens:
         return self.weighted(self.values) if self.radius_gated else self.values
 
 
+class ReadRows:
+    """[B, H, S, D] of what reads see, kept up to date with the sums it is made of."""
+
+    def __init__(self, sums: Tensor) -> None:
+        """sums: [S, B, H, D]."""
+        slots, batch, heads, width = sums.shape
+        self.tensor = sums.new_empty(batch, heads, slots, width)
+        self._stripe = torch.arange(batch * heads, device=sums.device).view(batch, 1, heads) * slots
+
+    def set_first(self, rows: Tensor) -> None:
+        """Rows [m, B, H, D] of the first m slots."""
+        self.tensor[:, :, : len(rows)] = rows.permute(1, 2, 0, 3)
+
+    def set(self, slot: Tensor, rows: Tensor) -> None:
+        """Rows [B * c * H, D] of slots [B, c, H]."""
+        as_rows(self.tensor).index_copy_(0, (slot + self._stripe).view(-1), rows)
+
+    def first(self, slots: int) -> Tensor:
+        return self.tensor[:, :, :slots]
+
+
 class KeyMemory:
     """S_K, and N_s(S_K) kept up to date."""
 
@@ -89,16 +110,16 @@ class KeyMemory:
         """boundary: [m, B, H, D], the sums before the first fold."""
         self.norm = norm
         self.sums = grown(boundary, slots)
-        self.normed = torch.empty_like(self.sums)
-        self.normed[: len(boundary)] = norm(boundary)
+        self.normed = ReadRows(self.sums)
+        self.normed.set_first(norm(boundary))
 
     def fold(self, tokens: RoutedTokens) -> None:
         sums = as_rows(self.sums)
         sums.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
         if tokens.outnumber_slots:
-            self.normed[: tokens.slots] = self.norm(self.sums[: tokens.slots])
+            self.normed.set_first(self.norm(self.sums[: tokens.slots]))
         else:
-            as_rows(self.normed).index_copy_(0, tokens.rows, self.norm(sums.index_select(0, tokens.rows)))
+            self.normed.set(tokens.slot, self.norm(sums.index_select(0, tokens.rows)))
 
 
 class ValueMemory:
@@ -109,8 +130,8 @@ class ValueMemory:
         self.settings = settings
         self.sums = grown(boundary, slots)
         self.magnitudes = grown(magnitudes, slots)
-        self.read = torch.empty_like(self.sums)
-        self.read[: len(boundary)] = read_values(boundary, magnitudes, settings)
+        self.read = ReadRows(self.sums)
+        self.read.set_first(read_values(boundary, magnitudes, settings))
 
     def fold(self, tokens: RoutedTokens) -> None:
         assert tokens.values is not None, "routed without values"
@@ -119,38 +140,10 @@ class ValueMemory:
         add_magnitudes(magnitudes, tokens, self.settings)
         if tokens.outnumber_slots:
             used = slice(tokens.slots)
-            self.read[used] = read_values(self.sums[used], self.magnitudes[used], self.settings)
+            self.read.set_first(read_values(self.sums[used], self.magnitudes[used], self.settings))
         else:
             touched = sums.index_select(0, tokens.rows), magnitudes.index_select(0, tokens.rows)
-            as_rows(self.read).index_copy_(0, tokens.rows, read_values(*touched, self.settings))
-
-
-class RewindableMemory:
-    """S_K, S_V and magnitudes that go back over folds bitwise: the rows they touch are kept."""
-
-    def __init__(self, boundary: tuple[Tensor, Tensor, Tensor], slots: int, settings: KVMSettings) -> None:
-        self.settings = settings
-        self.keys, self.values, self.magnitudes = (grown(tensor, slots) for tensor in boundary)
-        self._before_folds: list[tuple[Tensor, Tensor]] = []
-
-    def fold(self, tokens: RoutedTokens) -> None:
-        assert tokens.values is not None, "routed without values"
-        keys, values = as_rows(self.keys), as_rows(self.values)
-        self._before_folds.append((keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)))
-        keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
-        values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
-        add_magnitudes(self.magnitudes.view(-1), tokens, self.settings)
-
-    def first(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.keys[:slots], self.values[:slots], self.magnitudes[:slots]
-
-    def undo_fold(self, rows: Tensor) -> None:
-        """Undo the newest fold, which touched `rows`. Radii are fixed, and counts are whole numbers."""
-        keys, values = self._before_folds.pop()
-        as_rows(self.keys).index_copy_(0, rows, keys)
-        as_rows(self.values).index_copy_(0, rows, values)
-        if not self.settings.value_radius:
-            self.magnitudes.view(-1).index_add_(0, rows, self.magnitudes.new_ones(len(rows)), alpha=-1)
+            self.read.set(tokens.slot, read_values(*touched, self.settings))
 
 
 def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
@@ -164,15 +157,15 @@ def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tens
 def read_values_backward(
     grad: Tensor, sums: Tensor, magnitudes: Tensor, settings: KVMSettings
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the sums and of the magnitudes (none for counts)."""
+    """Gradients of the sums and of the magnitudes (none for counts); `grad` is written over."""
     if not settings.value_radius:
-        return grad / magnitudes[..., None], torch.zeros_like(magnitudes)
+        return grad.div_(magnitudes[..., None]), torch.zeros_like(magnitudes)
     lengths = torch.linalg.vector_norm(sums, dim=-1)
     along = torch.linalg.vecdot(grad, sums)
     clamped = lengths.clamp_min(SMALLEST_NORM)
     scale = magnitudes / clamped
     turn = (scale * along / clamped.square()).masked_fill_(lengths < SMALLEST_NORM, 0)
-    grad_sums = (grad * scale[..., None]).addcmul_(sums, turn[..., None], value=-1)
+    grad_sums = grad.mul_(scale[..., None]).addcmul_(sums, turn[..., None], value=-1)
     return grad_sums, along / clamped
 
 
@@ -192,12 +185,21 @@ def grown(boundary: Tensor, slots: int) -> Tensor:
     return buffer
 
 
-def row_numbers(route: Tensor) -> Tensor:
-    """[B * c * H] rows of the buffers that routes [B, c, H] lead to."""
-    batch, _, heads = route.shape
-    slots = torch.where(route < 0, ~route, route).long()
-    stripe = torch.arange(batch * heads, device=route.device).view(batch, 1, heads)
-    return (slots * (batch * heads) + stripe).view(-1)
+def outnumbers_slots(fold: Fold) -> bool:
+    """Whether renewing what reads see of all slots is cheaper than of each token's slot."""
+    return fold.stop - fold.start >= fold.slots_after
+
+
+def slot_numbers(route: Tensor, fold: Fold) -> Tensor:
+    """The slots [B, c, H] that routes lead to."""
+    return (torch.where(route < 0, ~route, route) if fold.appended else route).long()
+
+
+def row_numbers(slot: Tensor) -> Tensor:
+    """[B * c * H] rows of slots-first buffers for slots [B, c, H]."""
+    batch, _, heads = slot.shape
+    stripe = torch.arange(batch * heads, device=slot.device).view(batch, 1, heads)
+    return (slot * (batch * heads) + stripe).view(-1)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ class Tokens:
         pieces = self._views(start, stop)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def add(self, start: int, rows: Tensor) -> None:
-        """Add rows [B, t, H, ...] to the tokens from position `start` on."""
+    def add(self, start: int, rows: Tensor, first_dim: int = 0) -> None:
+        """Add rows [B, t, H, D] to the tokens from position `start` on, the first dims left out."""
         for view in self._views(start, start + rows.shape[1]):
-            view += rows[:, : view.shape[1]]
+            view[..., first_dim:] += rows[:, : view.shape[1], ..., first_dim:]
             rows = rows[:, view.shape[1] :]
 
     def _views(self, start: int, stop: int) -> list[Tensor]:

@@ -1,0 +1,79 @@
+"""The slots on their way back: a call's memory that undoes its folds bitwise, newest first."""
+
+import torch
+from torch import Tensor
+
+from models.kvm.layout import Fold, KVMSettings
+from models.kvm.memory import (
+    KeyNorm,
+    ReadRows,
+    RoutedTokens,
+    add_magnitudes,
+    as_rows,
+    grown,
+    outnumbers_slots,
+    read_values,
+    read_values_backward,
+    row_numbers,
+    slot_numbers,
+)
+
+SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
+
+
+class RewindableMemory:
+    """S_K, S_V, magnitudes and what reads see of them. The rows that folds touch are kept, to go back to."""
+
+    def __init__(self, boundary: SlotTensors, slots: int, norm: KeyNorm, settings: KVMSettings) -> None:
+        self.norm = norm
+        self.settings = settings
+        self.keys, self.values, self.magnitudes = (grown(tensor, slots) for tensor in boundary)
+        self._before_folds: list[tuple[Tensor, Tensor]] = []
+
+    def fold(self, tokens: RoutedTokens) -> None:
+        """Go forward; what reads see waits for `renew`."""
+        assert tokens.values is not None, "routed without values"
+        keys, values = as_rows(self.keys), as_rows(self.values)
+        self._before_folds.append((keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)))
+        keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
+        values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
+        add_magnitudes(self.magnitudes.view(-1), tokens, self.settings)
+
+    def renew(self) -> None:
+        """Bring what reads see of all slots up to date."""
+        self.normed, self.read = ReadRows(self.keys), ReadRows(self.values)
+        normed, self._mean, self._deviation = self.norm.with_statistics(self.keys)
+        self.normed.set_first(normed)
+        self.read.set_first(read_values(self.values, self.magnitudes, self.settings))
+
+    def undo(self, fold: Fold, route: Tensor) -> None:
+        """Undo the newest fold, whose routes are [B, c, H]. Radii are fixed, and counts are whole numbers."""
+        keys, values = self._before_folds.pop()
+        slot = slot_numbers(route, fold)
+        rows = row_numbers(slot)
+        as_rows(self.keys).index_copy_(0, rows, keys)
+        as_rows(self.values).index_copy_(0, rows, values)
+        magnitudes = self.magnitudes.view(-1)
+        if not self.settings.value_radius:
+            magnitudes.index_add_(0, rows, magnitudes.new_ones(len(rows)), alpha=-1)
+        if outnumbers_slots(fold):
+            used = slice(fold.slots_before)
+            normed, self._mean[used], self._deviation[used] = self.norm.with_statistics(self.keys[used])
+            self.normed.set_first(normed)
+            self.read.set_first(read_values(self.values[used], self.magnitudes[used], self.settings))
+            return
+        normed, mean, deviation = self.norm.with_statistics(keys)
+        self.normed.set(slot, normed)
+        self._mean.view(-1, 1).index_copy_(0, rows, mean)
+        self._deviation.view(-1, 1).index_copy_(0, rows, deviation)
+        self.read.set(slot, read_values(values, magnitudes.index_select(0, rows), self.settings))
+
+    def backward(self, grad_normed: Tensor, grad_read: Tensor) -> tuple[SlotTensors, tuple[Tensor, Tensor]]:
+        """Gradients of the first m slots, and of the norm's weight and bias, from those [m, B, H, D] of what
+        reads see; `grad_read` is written over."""
+        used = slice(len(grad_normed))
+        grad_keys, *grad_norm = self.norm.backward(
+            grad_normed, self.keys[used], self._mean[used], self._deviation[used]
+        )
+        grad_values = read_values_backward(grad_read, self.values[used], self.magnitudes[used], self.settings)
+        return (grad_keys, *grad_values), (grad_norm[0], grad_norm[1])
