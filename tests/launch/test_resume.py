@@ -8,6 +8,12 @@ import pytest
 from tests.launch.tiny_run import SIGKILL, SIGTERM, SIGUSR2, STEPS, TinyRun, write_corpus
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
@@ -82,6 +88,52 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_nothing_lost(tmp_path: P
     output = run.train(["optimizer.learning_rate=1e18", "schedule.warmup_steps=0"], code=76)
     assert "optimizer.learning_rate" in output
     assert not list((run.directory / "checkpoints").glob("step-0*/manifest.json"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_end_the_run(
+    tmp_path: Path, undisturbed: TinyRun
+) -> None:
+    run = TinyRun(tmp_path, tmp_path)  # its config file is not used
+    shutil.copytree(undisturbed.directory, run.directory)
+    run.config = undisturbed.config
+    newest, older = (run.directory / "checkpoints" / f"step-{step:08d}" for step in (STEPS, STEPS - 3))
+    flip_a_bit(newest / "model.safetensors")
+    output = run.train([f"run_root={tmp_path}/runs"])
+    assert "model.safetensors" in output
+    assert f"goes on from {older.name}" in output
+    assert run.final_bytes() == undisturbed.final_bytes()
+    for folder in (newest, older):
+        flip_a_bit(folder / "optimizer.safetensors")
+    assert "none of the 2 checkpoints" in run.train([f"run_root={tmp_path}/runs"], code=74)
+
+
+def test_a_damaged_shard_ends_the_run_and_is_named(tmp_path: Path, corpus: Path) -> None:
+    run = TinyRun(tmp_path, corpus)
+    shutil.copytree(corpus / "text", tmp_path / "text")
+    data = [f"data.path={tmp_path}/data", f"data.source={tmp_path}/text"]
+    run.train([*data, "train.steps=1"])
+    shard = next((tmp_path / "data").glob("train-*.tar"))
+    flip_a_bit(shard)
+    output = run.train([*data, "name=second"], code=65)
+    assert shard.name in output
+
+
+def test_a_killed_and_resumed_run_is_one_run_in_mlflow(tmp_path: Path, corpus: Path) -> None:
+    from mlflow import MlflowClient
+
+    run = TinyRun(tmp_path, corpus)
+    tracked = ["tracking.enabled=true"]
+    code, output = run.signal_at(5, SIGKILL, "rank 0", tracked)
+    assert code == 70, output
+    run.train(tracked)
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (found,) = client.search_runs(experiments)
+    assert found.info.run_id == (run.directory / "mlflow_run_id").read_text().strip()
+    assert found.info.status == "FINISHED"
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(1, STEPS + 1))
+    assert {point.step: point.value for point in history} == run.losses()
 
 
 def test_other_data_under_a_run_is_refused(tmp_path: Path, undisturbed: TinyRun) -> None:
