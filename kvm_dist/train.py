@@ -209,10 +209,16 @@ def _tracker(
 
 
 def _draw(directory: RunDirectory, tracker: Tracker) -> None:
+    """The run is trained and saved: pictures that cannot be written do not make it fail."""
     from kvm_dist.plots import plot_run  # matplotlib takes a second to import: not before the run is done
 
-    for picture in plot_run(directory.path):
-        tracker.artifact(picture, "plots")
+    try:
+        for picture in plot_run(directory.path):
+            tracker.artifact(picture, "plots")
+    except OSError as error:
+        _log.error(
+            "not all pictures were drawn (%s); draw them with: kvm-dist plot %s", error, directory.path
+        )
 
 
 def _announce(

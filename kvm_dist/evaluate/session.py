@@ -1,7 +1,9 @@
 """What is looked at between steps: held-out loss, loss by position, and what the model writes."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +17,8 @@ from kvm_dist.sequence_split import SequenceSplit
 from models.backbone import Backbone
 from models.generate import generate
 from parallel.engine.deepspeed import Engine
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -46,11 +50,13 @@ class Evaluation:
             result = validate(self.engine.module, self.batches, self.split)
             metrics["validation/loss"] = result.loss
             if self._speaks:
-                self._write_position_loss(step, result)
+                with _training_goes_on("position loss"):
+                    self._write_position_loss(step, result)
         if self.config.sample_prompts:
             with self.engine.gathered():
                 if self._speaks:
-                    self._write_samples(step, self.config.sample_prompts)
+                    with _training_goes_on("samples"):
+                        self._write_samples(step, self.config.sample_prompts)
         self.engine.module.train()
         return metrics
 
@@ -74,6 +80,15 @@ class Evaluation:
                 self.split.device,
             )
             append_line(self.directory.samples_path, {"step": step, "prompt": prompt, "text": text})
+
+
+@contextmanager
+def _training_goes_on(what: str) -> Iterator[None]:
+    """A full or vanished disk costs what is looked at, not the run."""
+    try:
+        yield
+    except OSError as error:
+        _log.error("the %s of this step were not written: %s", what, error)
 
 
 def continuation(
