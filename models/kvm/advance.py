@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from models.kvm.layout import Fold, KVMSettings, Plan
-from models.kvm.memory import KeyMemory, KeyNorm, RoutedTokens
+from models.kvm.memory import ROW_BLOCK, KeyMemory, KeyNorm, RoutedTokens
 from models.kvm.tokens import Tokens
+
+_MANY_SLOTS = 512
 
 
 class CallTokens:
@@ -33,11 +35,17 @@ class CallTokens:
         self._masked[..., rotary:] = keys[..., rotary:]
         return self._masked
 
+    def routes(self, fold: Fold, route: Tensor) -> RoutedTokens:
+        """Where the tokens of a fold go, given their routes [B, c, H]."""
+        gate = None if self.gate is None else self.gate.span(fold.start, fold.stop).to(self.norm.weight.dtype)
+        return RoutedTokens(fold, route, gate, self.settings)
+
+    def values_of(self, fold: Fold) -> Tensor:
+        """[B, c, H, D]."""
+        return self.values.span(fold.start, fold.stop).to(self.norm.weight.dtype)
+
     def routed(self, fold: Fold, route: Tensor, kbar: Tensor, with_values: bool) -> RoutedTokens:
-        dtype = self.norm.weight.dtype
-        values = self.values.span(fold.start, fold.stop).to(dtype) if with_values else None
-        gate = None if self.gate is None else self.gate.span(fold.start, fold.stop).to(dtype)
-        return RoutedTokens(fold, route, kbar, values, gate, self.settings)
+        return self.routes(fold, route).of(kbar, self.values_of(fold) if with_values else None)
 
 
 class Router:
@@ -82,11 +90,13 @@ def _route(tokens: CallTokens, kbar: Tensor, memory: KeyMemory, fold: Fold, scra
     """[B, C, H]: the least similar tokens open slots, the others merge into the most similar slot."""
     sinks, slots = tokens.settings.sinks, fold.slots_before
     queries = _flat_heads(kbar.permute(0, 2, 1, 3))  # [B*H, C, D]
-    similarity = _similarity(queries, memory.normed.first(slots), scratch)
-    best, chosen = similarity[:, :, sinks:].max(dim=-1)  # the first of equals
-    chosen += sinks
+    similarity = _similarity(queries, memory.normed.first(_searched(slots)), scratch)
+    best_sink = similarity[:, :, :sinks].amax(dim=-1) if sinks and fold.appended else None
+    similarity[:, :, :sinks] = -torch.inf
+    similarity[:, :, slots:] = -torch.inf
+    best, chosen = _first_maximum(similarity)
     if fold.appended:
-        scores = best if sinks == 0 else torch.maximum(best, similarity[:, :, :sinks].amax(dim=-1))
+        scores = best if best_sink is None else torch.maximum(best, best_sink)
         opening = scores.sort(dim=-1, stable=True).indices[:, : fold.appended].sort(dim=-1).values
         new_keys = _opened_keys(tokens, queries, fold, opening)
         new_best, newly_chosen = torch.bmm(queries, tokens.norm(new_keys).transpose(1, 2)).max(dim=-1)
@@ -105,6 +115,27 @@ def _similarity(queries: Tensor, normed: Tensor, scratch: Tensor) -> Tensor:
     return torch.bmm(queries, keys, out=out)
 
 
+def _searched(slots: int) -> int:
+    """Columns that are searched for the most similar of some slots: whole blocks where there are many."""
+    return slots if slots < _MANY_SLOTS else -(-slots // ROW_BLOCK) * ROW_BLOCK
+
+
+def _first_maximum(similarity: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum [R, C] over the slots of [R, C, m] and the first slot that has it.
+
+    Maxima alone are found several times faster than with their places, so of many slots the block is found
+    first.
+    """
+    rows, tokens, slots = similarity.shape
+    if slots < _MANY_SLOTS:
+        return similarity.max(dim=-1)
+    blocks = slots // ROW_BLOCK
+    best, block = similarity.view(rows, tokens, blocks, ROW_BLOCK).amax(dim=-1).max(dim=-1)
+    start = torch.arange(0, rows * tokens * blocks, blocks, device=block.device)
+    inside = similarity.view(-1, ROW_BLOCK).index_select(0, block.view(-1) + start).max(dim=-1).indices
+    return best, block * ROW_BLOCK + inside.view_as(block)
+
+
 def _opened_keys(tokens: CallTokens, queries: Tensor, fold: Fold, opening: Tensor) -> Tensor:
     """[B*H, a, D] the sums of the slots that tokens `opening` [B*H, a] open."""
     keys = queries.gather(1, opening[..., None].expand(*opening.shape, queries.shape[-1]))
@@ -116,7 +147,11 @@ def _opened_keys(tokens: CallTokens, queries: Tensor, fold: Fold, opening: Tenso
 
 def _similarity_buffer(plan: Plan, rows: int, like: Tensor) -> Tensor:
     """One allocation for all folds: fresh memory of this size would cost more than the product itself."""
-    sizes = [(fold.stop - fold.start) * fold.slots_before for fold in plan.folds if not fold.is_first_state]
+    sizes = [
+        (fold.stop - fold.start) * _searched(fold.slots_before)
+        for fold in plan.folds
+        if not fold.is_first_state
+    ]
     return like.new_empty(rows * max(sizes, default=0))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.kvm.advance import CallTokens, Router, route_of
+from models.kvm.advance import CallTokens, Router
 from models.kvm.attend import Queries, attend, replay
 from models.kvm.gradients import (
     CallGradients,
@@ -19,7 +19,7 @@ from models.kvm.gradients import (
 )
 from models.kvm.handover import Handover
 from models.kvm.layout import Fold, KVMSettings, Plan
-from models.kvm.memory import KeyMemory, KeyNorm, ValueMemory
+from models.kvm.memory import KeyMemory, KeyNorm, RoutedTokens, ValueMemory
 from models.kvm.rewind import SlotTensors
 from models.kvm.state import accumulation_dtype
 from models.kvm.tokens import Tokens
@@ -27,6 +27,8 @@ from models.kvm.tokens import Tokens
 # Gradients that reads send to the slots wait for those of the rank after, which are summed first. Beyond
 # this many bytes a rank waits instead of going on.
 WAITING_BYTES = 2**30
+
+RoutedFolds = list[tuple[Fold, RoutedTokens]]  # newest first
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class KVMFunction(torch.autograd.Function):
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output.contiguous()
         with torch.autocast(output.device.type, enabled=False):
             queries, tokens = given.queries(call), given.tokens(call)
-            gradients = CallGradients(queries, tokens)
+            gradients = CallGradients(queries, tokens, call.handover.edge)
             reads = ReadBackward(queries, grad_output, output, log_sum)
             boundary = _backward(call, given, reads, tokens, routes, gradients, grad_state)
         gate = gradients.gate
@@ -219,7 +221,7 @@ def _backward(
             window.finish(handover.receive_window_gradient((gradients.k, gradients.v)))
         return handover.receive_slot_gradient(given.q, given.norm_weight.dtype)
 
-    walk = _SlotWalk(call, tokens, routes, gradients, later)
+    walk = _SlotWalk(call, tokens, gradients, later)
     boundary = walk.run(StateReads(reads, tokens, routes, plan, given.boundary()))
     shares = (gradients.k, gradients.v, *((gradients.gate,) if gradients.gate else ()))
     if handover.has_next and not handover.edge_is_local:
@@ -239,29 +241,25 @@ class _SlotWalk:
         self,
         call: Call,
         tokens: CallTokens,
-        routes: Tensor,
         gradients: CallGradients,
         later: Callable[[], SlotTensors],
     ) -> None:
         self.call = call
         self.tokens = tokens
-        self.routes = routes
         self.gradients = gradients
         self.later = later
         self.running: SlotGradient | None = None
-        self.waiting: list[tuple[SlotTensors | None, tuple[Fold, ...]]] = []
+        self.waiting: list[tuple[SlotTensors | None, RoutedFolds]] = []
 
     def run(self, reads: StateReads) -> SlotTensors:
         plan = self.call.plan
-        reads.rewind(plan.closing)
-        self._take(None, plan.closing)
+        self._take(None, reads.rewind(plan.closing))
         for block in reversed(plan.blocks):
             sent = reads.backward(block, self.gradients)
-            reads.rewind(block.folds)
-            self._take(sent, block.folds)
+            self._take(sent, reads.rewind(block.folds))
         return self._sum_waiting().first(plan.slots_start)
 
-    def _take(self, sent: SlotTensors | None, folds: tuple[Fold, ...]) -> None:
+    def _take(self, sent: SlotTensors | None, folds: RoutedFolds) -> None:
         self.waiting.append((sent, folds))
         waiting_bytes = sum(tensor.nbytes for one, _ in self.waiting for tensor in one or ())
         if self.running or not self.call.handover.has_next or waiting_bytes > WAITING_BYTES:
@@ -275,9 +273,8 @@ class _SlotWalk:
         for sent, folds in self.waiting:
             if sent is not None:
                 self.running.add(sent)
-            for fold in reversed(folds):
-                route = route_of(self.routes, fold, plan)
-                self.running.share_out(fold, route, self.tokens, self.gradients)
+            for fold, routes in folds:
+                self.running.share_out(fold, routes, self.tokens, self.gradients)
         self.waiting.clear()
         return self.running
 

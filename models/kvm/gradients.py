@@ -17,7 +17,7 @@ from models.kvm.memory import RoutedTokens, as_rows, grown
 from models.kvm.rewind import RewindableMemory, SlotTensors
 from models.kvm.softmax_part import softmax_part_backward
 from models.kvm.tokens import Tokens
-from models.kvm.workspace import HeadsFirst, WindowReads
+from models.kvm.workspace import WindowReads
 
 
 class ReadBackward:
@@ -29,15 +29,14 @@ class ReadBackward:
         self.grad_output = grad_output
         self.output = output
         self.log_sum = log_sum
-        self._held = HeadsFirst(queries.dtype), HeadsFirst(queries.dtype)
 
     def block(self, block: Block, scale: Tensor | None) -> "BlockBackward":
         """Valid until the next call."""
-        local = self.queries.local(block)
+        local, dtype = self.queries.local(block), self.queries.dtype
         return BlockBackward(
             self.queries.scaled(block, scale),
-            self._held[0].fill(self.grad_output[:, local]),
-            self._held[1].fill(self.output[:, local]),
+            self.grad_output[:, local].to(dtype).transpose(1, 2),
+            self.output[:, local].to(dtype).transpose(1, 2),
             self.log_sum[:, :, local],
         )
 
@@ -60,12 +59,14 @@ class BlockBackward:
 class CallGradients:
     """Gradients of everything a call was given, in the accumulation dtype."""
 
-    def __init__(self, queries: Queries, tokens: CallTokens) -> None:
+    def __init__(self, queries: Queries, tokens: CallTokens, edge: int) -> None:
+        """Tokens from position `edge` on are needed by the rank after too."""
         dtype = queries.dtype
         self.queries = queries
         self.q = torch.empty_like(queries.tensor, dtype=dtype, memory_format=torch.contiguous_format)
-        self.k = Tokens.zeros_like(tokens.keys, dtype)
-        self.v = Tokens.zeros_like(tokens.values, dtype)
+        # What windows read is written first and needs no zeros; tokens from `edge` on wait.
+        self.k = Tokens.zeros_like(tokens.keys, dtype, local_from=edge)
+        self.v = Tokens.zeros_like(tokens.values, dtype, local_from=edge)
         self.gate = None if tokens.gate is None else Tokens.zeros_like(tokens.gate, dtype)
         self.norm_weight = torch.zeros_like(tokens.norm.weight)
         self.norm_bias = torch.zeros_like(tokens.norm.bias)
@@ -119,6 +120,9 @@ class WindowBackward:
     edge: int
     waiting: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._untouched = self.edge  # tokens before it were not added to yet
+
     def run(self, reads: ReadBackward, tokens: CallTokens, plan: Plan) -> None:
         windows = WindowReads(tokens.keys, tokens.values, reads.queries.dtype)
         for block in reversed(plan.blocks):
@@ -142,9 +146,13 @@ class WindowBackward:
 
     def _add(self, start: int, dk: Tensor, dv: Tensor) -> None:
         now = min(max(self.edge - start, 0), dk.shape[1])
-        if now:
-            self.gradients.k.add(start, dk[:, :now])
-            self.gradients.v.add(start, dv[:, :now])
+        first = min(max(self._untouched - start, 0), now)
+        for gradient, rows in ((self.gradients.k, dk), (self.gradients.v, dv)):
+            if first:
+                gradient.put(start, rows[:, :first])
+            if first < now:
+                gradient.add(start + first, rows[:, first:now])
+        self._untouched = min(self._untouched, start)
         if now < dk.shape[1]:
             self.waiting.append((start + now, dk[:, now:], dv[:, now:]))
 
@@ -165,9 +173,9 @@ class StateReads:
             self.memory.fold(tokens.routed(fold, route_of(routes, fold, plan), kbar, with_values=True))
         self.memory.renew()
 
-    def rewind(self, folds: tuple[Fold, ...]) -> None:
-        for fold in reversed(folds):
-            self.memory.undo(fold, route_of(self.routes, fold, self.plan))
+    def rewind(self, folds: tuple[Fold, ...]) -> list[tuple[Fold, RoutedTokens]]:
+        """Undo folds, newest first; returns them with where their tokens went."""
+        return [(fold, self.memory.undo()) for fold in reversed(folds)]
 
     def backward(self, block: Block, gradients: CallGradients) -> SlotTensors | None:
         """What one block sends to the slots it read, or None; the memory must be at the block."""
@@ -196,13 +204,15 @@ class SlotGradient:
     def first(self, slots: int) -> SlotTensors:
         return self.keys[:slots], self.values[:slots], self.magnitudes[:slots]
 
-    def share_out(self, fold: Fold, route: Tensor, tokens: CallTokens, gradients: CallGradients) -> None:
+    def share_out(
+        self, fold: Fold, routes: RoutedTokens, tokens: CallTokens, gradients: CallGradients
+    ) -> None:
         """Hand the tokens of a fold their share; every read after the fold must have been added."""
         norm = tokens.norm
         masked = tokens.masked_keys(fold)
         kbar, mean, deviation = norm.with_statistics(masked)
-        routed = tokens.routed(fold, route, kbar, with_values=True)
-        assert routed.values is not None, "routed with values"
+        values = tokens.values_of(fold)
+        routed = routes.of(kbar, values)
         grad_keys = as_rows(self.keys).index_select(0, routed.rows).view(kbar.shape)
         grad_values = as_rows(self.values).index_select(0, routed.rows).view(kbar.shape)
         dk, *grad_norm = norm.backward(routed.weighted(grad_keys), masked, mean, deviation)
@@ -211,13 +221,13 @@ class SlotGradient:
         dv = routed.weighted(grad_values)
         dg = None
         if routed.weight is not None:
-            dg = torch.linalg.vecdot(kbar, grad_keys) + torch.linalg.vecdot(routed.values, grad_values)
+            dg = torch.linalg.vecdot(kbar, grad_keys) + torch.linalg.vecdot(values, grad_values)
             dg = dg if routed.ungated is None else dg.masked_fill_(routed.ungated, 0)
         if tokens.settings.value_radius and fold.appended:
             along = self._radius_share(routed)
             dv = dv + (routed.weighted(along) if routed.radius_gated else along)
             if dg is not None and routed.radius_gated:
-                dg += torch.linalg.vecdot(routed.values, along)
+                dg += torch.linalg.vecdot(values, along)
         gradients.v.add(fold.start, dv)
         if dg is not None and gradients.gate is not None:
             gradients.gate.add(fold.start, dg)

@@ -5,6 +5,7 @@ prefix, and a slot keeps its row number `(slot * B + b) * H + h` while the state
 heads first, [B, H, S, D], which attention kernels like best; a slot is its row `(b * H + h) * S + slot`.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from models.kvm.layout import Fold, KVMSettings
 
 SMALLEST_NORM = 1e-12
+ROW_BLOCK = 64  # what reads see has room for whole blocks of slots, so that searches may go by blocks
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,18 @@ class RoutedTokens:
     A route is the slot a token merges into, or `~slot` of the slot it opens.
     """
 
-    def __init__(
-        self,
-        fold: Fold,
-        route: Tensor,
-        keys: Tensor,
-        values: Tensor | None,
-        gate: Tensor | None,
-        settings: KVMSettings,
-    ) -> None:
+    keys: Tensor
+    values: Tensor | None
+
+    def __init__(self, fold: Fold, route: Tensor, gate: Tensor | None, settings: KVMSettings) -> None:
+        """Where the tokens go, without the tokens: see `of`."""
         self.slots = fold.slots_after
-        self.outnumber_slots = outnumbers_slots(fold)
+        # Then renewing what reads see of all slots is cheaper than of each token's slot.
+        self.outnumber_slots = fold.stop - fold.start >= fold.slots_after
         self.any_opens = fold.appended > 0
         self.opens = route < 0
         self.slot = slot_numbers(route, fold)
         self.rows = row_numbers(self.slot)
-        self.keys = keys
-        self.values = values
         self.radius_gated = False
         if fold.is_first_state:
             gate = gate if settings.gate_first_state else None
@@ -73,6 +70,17 @@ class RoutedTokens:
         # [B, c, H, 1] what multiplies the token in both sums.
         self.weight = None if gate is None else gate[..., None]
 
+    def of(self, keys: Tensor, values: Tensor | None) -> "RoutedTokens":
+        """The same routes with normed keys, and values, of the tokens."""
+        routed = copy(self)
+        routed.keys, routed.values = keys, values
+        return routed
+
+    def without_tokens(self) -> "RoutedTokens":
+        routed = copy(self)
+        del routed.keys, routed.values
+        return routed
+
     def weighted(self, tensor: Tensor) -> Tensor:
         return tensor if self.weight is None else self.weight * tensor
 
@@ -83,11 +91,12 @@ class RoutedTokens:
 
 
 class ReadRows:
-    """[B, H, S, D] of what reads see, kept up to date with the sums it is made of."""
+    """[B, H, S, D] of what reads see, S rounded up, kept up to date with the sums it is made of."""
 
     def __init__(self, sums: Tensor) -> None:
         """sums: [S, B, H, D]."""
         slots, batch, heads, width = sums.shape
+        slots = -(-slots // ROW_BLOCK) * ROW_BLOCK
         self.tensor = sums.new_empty(batch, heads, slots, width)
         self._stripe = torch.arange(batch * heads, device=sums.device).view(batch, 1, heads) * slots
 
@@ -183,11 +192,6 @@ def grown(boundary: Tensor, slots: int) -> Tensor:
     buffer = boundary.new_zeros(slots, *boundary.shape[1:])
     buffer[: len(boundary)] = boundary
     return buffer
-
-
-def outnumbers_slots(fold: Fold) -> bool:
-    """Whether renewing what reads see of all slots is cheaper than of each token's slot."""
-    return fold.stop - fold.start >= fold.slots_after
 
 
 def slot_numbers(route: Tensor, fold: Fold) -> Tensor:

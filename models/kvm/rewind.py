@@ -1,9 +1,8 @@
 """The slots on their way back: a call's memory that undoes its folds bitwise, newest first."""
 
-import torch
 from torch import Tensor
 
-from models.kvm.layout import Fold, KVMSettings
+from models.kvm.layout import KVMSettings
 from models.kvm.memory import (
     KeyNorm,
     ReadRows,
@@ -11,11 +10,8 @@ from models.kvm.memory import (
     add_magnitudes,
     as_rows,
     grown,
-    outnumbers_slots,
     read_values,
     read_values_backward,
-    row_numbers,
-    slot_numbers,
 )
 
 SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
@@ -28,13 +24,14 @@ class RewindableMemory:
         self.norm = norm
         self.settings = settings
         self.keys, self.values, self.magnitudes = (grown(tensor, slots) for tensor in boundary)
-        self._before_folds: list[tuple[Tensor, Tensor]] = []
+        self._before_folds: list[tuple[RoutedTokens, Tensor, Tensor]] = []
 
     def fold(self, tokens: RoutedTokens) -> None:
         """Go forward; what reads see waits for `renew`."""
         assert tokens.values is not None, "routed without values"
         keys, values = as_rows(self.keys), as_rows(self.values)
-        self._before_folds.append((keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)))
+        before = keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)
+        self._before_folds.append((tokens.without_tokens(), *before))
         keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
         values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
         add_magnitudes(self.magnitudes.view(-1), tokens, self.settings)
@@ -46,27 +43,27 @@ class RewindableMemory:
         self.normed.set_first(normed)
         self.read.set_first(read_values(self.values, self.magnitudes, self.settings))
 
-    def undo(self, fold: Fold, route: Tensor) -> None:
-        """Undo the newest fold, whose routes are [B, c, H]. Radii are fixed, and counts are whole numbers."""
-        keys, values = self._before_folds.pop()
-        slot = slot_numbers(route, fold)
-        rows = row_numbers(slot)
+    def undo(self) -> RoutedTokens:
+        """Undo the newest fold; returns where its tokens went. Radii are fixed, counts are whole numbers."""
+        routed, keys, values = self._before_folds.pop()
+        rows = routed.rows
         as_rows(self.keys).index_copy_(0, rows, keys)
         as_rows(self.values).index_copy_(0, rows, values)
         magnitudes = self.magnitudes.view(-1)
         if not self.settings.value_radius:
             magnitudes.index_add_(0, rows, magnitudes.new_ones(len(rows)), alpha=-1)
-        if outnumbers_slots(fold):
-            used = slice(fold.slots_before)
+        if routed.outnumber_slots:
+            used = slice(routed.slots)
             normed, self._mean[used], self._deviation[used] = self.norm.with_statistics(self.keys[used])
             self.normed.set_first(normed)
             self.read.set_first(read_values(self.values[used], self.magnitudes[used], self.settings))
-            return
+            return routed
         normed, mean, deviation = self.norm.with_statistics(keys)
-        self.normed.set(slot, normed)
+        self.normed.set(routed.slot, normed)
         self._mean.view(-1, 1).index_copy_(0, rows, mean)
         self._deviation.view(-1, 1).index_copy_(0, rows, deviation)
-        self.read.set(slot, read_values(values, magnitudes.index_select(0, rows), self.settings))
+        self.read.set(routed.slot, read_values(values, magnitudes.index_select(0, rows), self.settings))
+        return routed
 
     def backward(self, grad_normed: Tensor, grad_read: Tensor) -> tuple[SlotTensors, tuple[Tensor, Tensor]]:
         """Gradients of the first m slots, and of the norm's weight and bias, from those [m, B, H, D] of what

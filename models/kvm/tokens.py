@@ -14,11 +14,13 @@ class Tokens:
         self.start = start
 
     @classmethod
-    def zeros_like(cls, tokens: "Tokens", dtype: torch.dtype) -> "Tokens":
-        def zeros(like: Tensor) -> Tensor:
-            return torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-        return cls(None if tokens.before is None else zeros(tokens.before), zeros(tokens.local), tokens.start)
+    def zeros_like(cls, tokens: "Tokens", dtype: torch.dtype, local_from: int = 0) -> "Tokens":
+        """Zeros, but for the local tokens before position `local_from`, which are not written yet."""
+        before, local = tokens.before, tokens.local
+        zeros = None if before is None else torch.zeros(before.shape, dtype=dtype, device=before.device)
+        held = torch.empty(local.shape, dtype=dtype, device=local.device)
+        held[:, max(local_from - tokens.start, 0) :] = 0
+        return cls(zeros, held, tokens.start)
 
     def span(self, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) by position: a view, or a copy where the two pieces meet."""
@@ -29,6 +31,12 @@ class Tokens:
         """Add rows [B, t, H, D] to the tokens from position `start` on, the first dims left out."""
         for view in self._views(start, start + rows.shape[1]):
             view[..., first_dim:] += rows[:, : view.shape[1], ..., first_dim:]
+            rows = rows[:, view.shape[1] :]
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Write rows [B, t, H, ...] over the tokens from position `start` on."""
+        for view in self._views(start, start + rows.shape[1]):
+            view.copy_(rows[:, : view.shape[1]])
             rows = rows[:, view.shape[1] :]
 
     def _views(self, start: int, stop: int) -> list[Tensor]:
