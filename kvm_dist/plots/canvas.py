@@ -42,3 +42,17 @@ def save(figure: Figure, out: Path) -> Path:
     figure.savefig(partial, format="png")
     partial.replace(out)
     return out
+
+
+def mark(axes: Axes, x: float, y: float, color: str) -> None:
+    """Write the value of a point beside it."""
+    axes.annotate(
+        f"{y:.3f}",
+        (x, y),
+        xytext=(9, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=13,
+        fontweight="bold",
+        color=color,
+    )

@@ -12,7 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from kvm_dist.metrics import METRICS_NAME, read_metrics
-from kvm_dist.plots.canvas import AMBER, BLUE, FAINT, GREEN, INK, RED, label_counts, new_figure, quiet, save
+from kvm_dist.plots.canvas import (
+    AMBER,
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    RED,
+    label_counts,
+    mark,
+    new_figure,
+    quiet,
+    save,
+)
+from kvm_dist.plots.position import position_loss
 from kvm_dist.progress import short_count
 
 Records = Sequence[dict[str, float]]
@@ -82,58 +95,12 @@ def loss_curve(
         )
     _frame_losses(axes, steps, losses, validation[1], vocab_size)
     if validation[0]:
-        _mark(axes, validation[0][-1], validation[1][-1], RED)
+        mark(axes, validation[0][-1], validation[1][-1], RED)
     else:
-        _mark(axes, steps[-1], smoothed(losses)[-1], BLUE)
+        mark(axes, steps[-1], smoothed(losses)[-1], BLUE)
     quiet(axes, "applied optimizer step (square-root scale)", f"loss, {unit}")
     axes.legend(loc="upper right", frameon=False, fontsize=11.5, labelcolor=INK, bbox_to_anchor=(1.0, 0.93))
     return save(figure, out)
-
-
-def position_loss(
-    positions: Sequence[float],
-    losses: Sequence[float],
-    out: Path,
-    *,
-    title: str = "Loss by position in the sequence",
-    unit: str = "nats per token",
-    subtitle: str = "mean loss of held-out sequences",
-) -> Path:
-    """Loss against the position in the sequence, doubling from left to right: falls while context helps."""
-    figure = new_figure(title, subtitle)
-    axes = figure.add_axes((0.075, 0.115, 0.85, 0.725))
-    axes.set_xscale("log", base=2)
-    axes.plot(
-        positions, losses, "o", color=GREEN, alpha=0.3, markersize=4, markeredgewidth=0, label="each block"
-    )
-    centres, means = half_octaves(positions, losses)
-    axes.plot(centres, means, "o-", color=GREEN, linewidth=2.2, markersize=6, label="means over half-octaves")
-    mean = sum(losses) / len(losses)
-    axes.axhline(mean, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        f"mean {mean:.3f}",
-        (0, mean),
-        xycoords=("axes fraction", "data"),
-        xytext=(2, 5),
-        textcoords="offset points",
-        color=FAINT,
-        fontsize=10.5,
-    )
-    _mark(axes, centres[-1], means[-1], GREEN)
-    axes.legend(loc="lower left", frameon=False, fontsize=11.5, labelcolor=INK)
-    quiet(axes, "position in the sequence, tokens (doubling)", f"loss, {unit}")
-    axes.margins(x=0.06, y=0.14)
-    label_counts(axes)
-    return save(figure, out)
-
-
-def half_octaves(positions: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Mean position and mean loss of every factor of sqrt(2) of positions: late blocks are many and noisy."""
-    bins: dict[int, list[tuple[float, float]]] = {}
-    for position, loss in zip(positions, losses, strict=True):
-        bins.setdefault(round(2 * math.log2(position)), []).append((position, loss))
-    columns = [tuple(zip(*bins[key], strict=True)) for key in sorted(bins)]
-    return [sum(xs) / len(xs) for xs, _ in columns], [sum(ys) / len(ys) for _, ys in columns]
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
@@ -234,19 +201,6 @@ def _square_root(values: Any) -> Any:
 
 def _square(values: Any) -> Any:
     return values**2
-
-
-def _mark(axes: Axes, x: float, y: float, color: str) -> None:
-    axes.annotate(
-        f"{y:.3f}",
-        (x, y),
-        xytext=(9, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=13,
-        fontweight="bold",
-        color=color,
-    )
 
 
 def _summary(records: Records) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 from kvm_dist.metrics import append_metrics
 from kvm_dist.plots import loss_curve, plot_run, position_loss
-from kvm_dist.plots.run import half_octaves, series, smoothed
+from kvm_dist.plots.position import half_octaves
+from kvm_dist.plots.run import series, smoothed
 
 
 def write_run(run_dir: Path, steps: int) -> None:
