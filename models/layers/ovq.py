@@ -86,6 +86,8 @@ def quantise(centroids: Centroids, keys: Tensor, values: Tensor, size: int) -> C
     Keys join their most similar centroid (raw dot product), except the least similar ones, which open the new
     centroids. Gradients reach the means, not the choices.
     """
+    if size == 0:  # the first chunk of one token, for example, opens none yet
+        return centroids
     known = centroids.keys.shape[2]
     slot = _assign(centroids.keys.detach(), keys.detach(), size - known)  # [B, H, C]
     counts = F.pad(centroids.counts, (0, size - known))

@@ -40,3 +40,13 @@ def test_equal_keys_open_in_token_order() -> None:
     found = quantise(known, torch.full((1, 1, 4, 2), -1.0), values, size=3)
 
     assert found.values[0, 0, 1:, 0].tolist() == [0.0, 1.0]
+
+
+def test_a_dictionary_that_may_hold_nothing_yet_stays_empty_and_opens_later() -> None:
+    key = torch.tensor([[[[1.0, 0]]]])
+    nothing = quantise(empty(2), key, key, size=0)
+    found = quantise(nothing, key, 10 * key, size=1)
+
+    assert nothing.keys.shape[2] == 0
+    assert found.counts.flatten().tolist() == [1]
+    assert torch.equal(found.values, 10 * key)
