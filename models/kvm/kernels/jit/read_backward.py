@@ -10,8 +10,10 @@ from models.kvm.kernels.jit.read import temperature
 from models.kvm.kernels.jit.rows import (
     LOG2E,
     SMALLEST_NORM,
+    layer_norm,
     load_rows,
     load_vector,
+    read_scale,
     standardise,
     standardise_backward,
     store_rows,
@@ -120,7 +122,8 @@ def read_backward_slots_kernel(
     p_q, p_kept_keys, p_kept_values, p_kept_magnitudes, p_weight, p_bias, p_state_temperature, p_do,
     p_log_sum, p_delta, p_sent_keys, p_sent_values, p_sent_magnitudes, p_dnorm, p_blocks, first_snapshot,
     snapshot_slots, row0, heads, queries, scale, TEMPERED: tl.constexpr, RADIUS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each block sends to S_K, S_V and the magnitudes it read [snapshots, rows, snapshot_slots, .].
 
@@ -134,16 +137,11 @@ def read_backward_slots_kernel(
     m_n = o_n < slots
     o_d = tl.arange(0, BLOCK_D)
     o_slots = ((tl.load(p_blocks + 4) - first_snapshot).to(tl.int64) * rows + i_row) * snapshot_slots
-    standard, inverse = standardise(load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D), D, BLOCK_D)
-    weight, bias = load_vector(p_weight, D, BLOCK_D), load_vector(p_bias, D, BLOCK_D)
-    b_k = (standard * weight[None, :] + bias[None, :]).to(p_q.dtype.element_ty)
+    b_keys = load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
+    b_k = layer_norm(b_keys, p_weight, p_bias, D, BLOCK_D).to(p_q.dtype.element_ty)
     b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
     magnitudes = tl.load(p_kept_magnitudes + o_slots + o_n, mask=m_n, other=1.0)
-    norm = tl.sqrt(tl.sum(b_sums * b_sums, 1))
-    if RADIUS:
-        to_read = magnitudes / tl.maximum(norm, SMALLEST_NORM)
-    else:
-        to_read = 1.0 / tl.maximum(magnitudes, 1.0)
+    to_read = read_scale(b_sums, magnitudes, RADIUS)
     b_v = (b_sums * to_read[:, None]).to(p_q.dtype.element_ty)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -158,21 +156,26 @@ def read_backward_slots_kernel(
         delta = tl.load(p_delta + row * queries + o_m, mask=m_m, other=0.0)
         visible = m_n[:, None] & m_m[None, :]
         b_dk, b_dv = key_tile(b_dk, b_dv, b_k, b_v, b_q, b_do, log_sum, delta, visible, scale, PRECISION)
-    p_dnorm += (
-        ((tl.program_id(2).to(tl.int64) * rows + i_row) * tl.num_programs(0) + tl.program_id(0)) * 2 * D
-    )
+    tl.debug_barrier()  # load the sums again: kept over the loop they would not fit into registers
+    b_keys = load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
+    standard, inverse = standardise(b_keys, D, BLOCK_D)
+    i_program = (tl.program_id(2).to(tl.int64) * rows + i_row) * tl.num_programs(0) + tl.program_id(0)
+    p_dnorm += i_program * 2 * D
     tl.store(p_dnorm + o_d, tl.sum(b_dk * standard, 0), mask=o_d < D)
     tl.store(p_dnorm + D + o_d, tl.sum(b_dk, 0), mask=o_d < D)
-    b_dk = standardise_backward(b_dk * weight[None, :], standard, inverse, D)
+    b_dk = b_dk * load_vector(p_weight, D, BLOCK_D)[None, :]
+    b_dk = standardise_backward(b_dk, standard, inverse, D)
     store_rows(p_sent_keys + o_slots * D, o_n, m_n, b_dk, D, D, BLOCK_D)
     b_dsums = b_dv * to_read[:, None]
     if RADIUS:
+        b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
+        norm = tl.sqrt(tl.sum(b_sums * b_sums, 1))
         along = tl.sum(b_dv * b_sums, 1) / tl.maximum(norm, SMALLEST_NORM)
         turn = tl.where(norm < SMALLEST_NORM, 0.0, to_read * along / tl.maximum(norm, SMALLEST_NORM))
         b_dsums -= b_sums * turn[:, None]
         tl.store(p_sent_magnitudes + o_slots + o_n, along, mask=m_n)
     else:
-        tl.store(p_sent_magnitudes + o_slots + o_n, norm * 0.0, mask=m_n)
+        tl.store(p_sent_magnitudes + o_slots + o_n, tl.zeros([BLOCK_N], tl.float32), mask=m_n)
     store_rows(p_sent_values + o_slots * D, o_n, m_n, b_dsums, D, D, BLOCK_D)
 
 

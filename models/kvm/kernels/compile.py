@@ -1,0 +1,123 @@
+"""Compiling kernels for a GPU that is not here: what a call would launch, built for a named target."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from models.kvm.kernels.launch import Launch
+from models.kvm.kernels.tuning import Target
+
+GPU_TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+ELEMENT_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+MATRIX_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "mma": r"(?<!w)(?<!wg)mma\.sync",
+    "mfma": r"v_mfma_",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as built for one target."""
+
+    kernel: str
+    target: str
+    registers: int  # of a thread; AMD: vector registers, accumulators included
+    spills: int  # bytes of stack (NVIDIA) or registers (AMD) that did not fit
+    shared_bytes: int
+    warps: int
+    instructions: int  # lines of machine code
+    matrix_instructions: dict[str, int]
+
+    @property
+    def uses_matrix_units(self) -> bool:
+        return bool(self.matrix_instructions)
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    target = GPU_TARGETS[launch.target.name]
+    built = triton.compile(_source(launch), target=target, options=launch.tile.options(launch.target))
+    text = built.asm["ptx"] if target.backend == "cuda" else built.asm["amdgcn"]
+    found = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX_INSTRUCTIONS.items()}
+    registers, spills = _cuda_usage(built) if target.backend == "cuda" else _hip_usage(text)
+    return Compiled(
+        launch.kernel.__name__,
+        launch.target.name,
+        registers,
+        spills,
+        built.metadata.shared,
+        launch.tile.warps,
+        _instructions(text, launch.target),
+        {name: count for name, count in found.items() if count},
+    )
+
+
+def _source(launch: Launch) -> ASTSource:
+    """The kernel as a launch would specialise it: on sizes of 1, and on multiples of 16."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
+        if isinstance(value, Tensor):
+            signature[name] = "*" + ELEMENT_NAMES[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            signature[name] = "constexpr"
+            constants[(i,)] = 1
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(value, Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    for i, name in enumerate(names[len(launch.arguments) :], len(launch.arguments)):
+        signature[name] = "constexpr"
+        constants[(i,)] = launch.constants[name]
+    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def _cuda_usage(built: Any) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, from the tool that ships beside Triton's compiler."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, f"cuobjdump says {usage!r}"
+    return int(found[1]), int(found[2])
+
+
+def _hip_usage(text: str) -> tuple[int, int]:
+    def count(field: str) -> int:
+        return sum(int(number) for number in re.findall(rf"\.{field}:\s+(\d+)", text))
+
+    return count("vgpr_count"), count("vgpr_spill_count") + count("sgpr_spill_count")
+
+
+def _instructions(text: str, target: Target) -> int:
+    ptx, amdgcn = r"^\s+[a-z@][\w.@%!]*\s.*;$", r"^\s+(?:s|v|ds|buffer|global)_\w+"
+    pattern = ptx if target.backend == "cuda" else amdgcn
+    return len(re.findall(pattern, text, flags=re.MULTILINE))
