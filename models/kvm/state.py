@@ -1,9 +1,28 @@
 """What a KVM layer keeps of the tokens it has seen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SlotReads:
+    """What reads see of a state's slots, kept from token to token while the slots stay the same."""
+
+    keys: Tensor  # [B, H, m, D] normed
+    values: Tensor  # [B, H, m, D]
+    made_with: tuple[Tensor, Tensor]  # the norm's weight and bias
+    versions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, weight: Tensor, bias: Tensor) -> "SlotReads":
+        return cls(keys, values, (weight, bias), (_version(weight), _version(bias)))
+
+    def fit(self, weight: Tensor, bias: Tensor) -> bool:
+        """Whether they were made with this norm, not trained since."""
+        same = self.made_with[0] is weight and self.made_with[1] is bias
+        return same and self.versions == (_version(weight), _version(bias))
 
 
 @dataclass(frozen=True)
@@ -22,6 +41,7 @@ class KVMState:
     window_values: Tensor  # [B, W, H, D]
     window_gate: Tensor | None  # [B, W, H]; None when the layer has no merge gate
     position: int
+    reads: SlotReads | None = field(default=None, repr=False, compare=False)
 
     @property
     def magnitudes(self) -> Tensor:
@@ -29,6 +49,11 @@ class KVMState:
         magnitudes = self.radii if self.radii is not None else self.counts
         assert magnitudes is not None, "a state holds radii or counts"
         return magnitudes
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, where that is counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

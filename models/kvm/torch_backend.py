@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from models.kvm.autograd import Call, KVMFunction
+from models.kvm.decode import can_decode, decode
 from models.kvm.handover import Handover
 from models.kvm.layout import KVMSettings, Plan, plan_call, window_start
 from models.kvm.reference import Parameters
@@ -32,6 +33,11 @@ def kvm_torch(
         ahead_at_start=exchange.has_previous,
         ahead_at_stop=exchange.has_next,
     )
+    alone = not (exchange.has_previous or exchange.has_next)
+    parts = (q, k, v, merge_gate, *vars(parameters).values())
+    if state is not None and alone and can_decode(plan, state, parts):
+        output, after = decode(q, k, v, merge_gate, parameters, settings, plan, state)
+        return output, after if return_state else None
     dtype = accumulation_dtype(q.dtype)
     tensors: tuple[Tensor | None, ...] = (
         *(_unit_stride(tensor) for tensor in (q, k, v)),
