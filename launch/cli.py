@@ -21,6 +21,8 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measure what the parts of a run cost on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Config = Annotated[
     Path, typer.Argument(help="a YAML file, such as configs/quickstart.yaml", metavar="CONFIG")
@@ -128,6 +130,28 @@ def config_schema() -> None:
     from launch.config_commands import print_schema
 
     print_schema()
+
+
+@bench_app.command("kvm")
+def bench_kvm(
+    device: Annotated[str, typer.Option(help="where to measure: cpu")] = "cpu",
+    tokens: Annotated[list[int] | None, typer.Option(help="a length; give it again for more")] = None,
+    quick: Annotated[bool, typer.Option(help="short lengths, one round: seconds, not minutes")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 2,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write all numbers here and a picture beside")
+    ] = None,
+    compile_report: Annotated[
+        bool, typer.Option("--compile-report", help="compile the GPU kernels instead; needs no GPU")
+    ] = False,
+) -> None:
+    """KVM against full attention: time, growth, memory, decoding, prefill in pieces."""
+    from launch import bench_commands
+
+    if compile_report:
+        bench_commands.compile_report()
+    else:
+        bench_commands.bench_kvm(device, tokens or [], quick, threads, json_path)
 
 
 @app.command()

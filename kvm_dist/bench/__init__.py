@@ -1,0 +1,1 @@
+"""Measured tables: what the parts of a run cost on this machine."""
