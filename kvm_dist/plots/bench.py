@@ -3,7 +3,7 @@
 from pathlib import Path
 from statistics import median
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from kvm_dist.bench.results import Results
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
@@ -18,7 +18,7 @@ def time_against_length(results: Results, out: Path) -> Path:
     figure = new_figure(
         "KVM: time against sequence length",
         f"forward + backward, {setting.heads} heads of {setting.width}, chunk {setting.chunk}, float32, "
-        f"{setting.threads} threads of {results.machine.get('processor', 'this machine')}",
+        f"{setting.threads} CPU thread{'s' if setting.threads > 1 else ''} of {results.machine.get('processor', 'this machine')}",
     )
     axes = figure.add_axes((0.085, 0.115, 0.745, 0.725))
     axes.set_xscale("log", base=2)
@@ -46,8 +46,9 @@ def time_against_length(results: Results, out: Path) -> Path:
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.06, y=0.1)
     axes.tick_params(axis="x", labelcolor=INK)
     return save(figure, out)

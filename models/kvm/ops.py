@@ -1,5 +1,6 @@
 """`kvm_attention`: checks what it is given and picks the backend. Nothing else does either."""
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -102,12 +103,17 @@ def _backend(backend: str, exchange: Exchange, q: Tensor) -> Literal["reference"
         return "reference"
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend={backend!r}: want 'auto', 'reference', 'torch' or 'triton'")
-    has_triton = find_spec("triton") is not None
-    if backend == "triton" and not has_triton:
+    if backend == "triton" and not _has_triton():
         raise ValueError("backend='triton': Triton is not installed; install it, or use 'auto' or 'torch'")
     if backend == "auto":
-        return "triton" if has_triton and q.is_cuda and q.dtype != torch.float64 else "torch"
+        return "triton" if q.is_cuda and q.dtype != torch.float64 and _has_triton() else "torch"
     return "torch" if backend == "torch" else "triton"
+
+
+@cache
+def _has_triton() -> bool:
+    """Looked for once: it would cost as much as decoding a token."""
+    return find_spec("triton") is not None
 
 
 def _check_place(
