@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -96,7 +96,9 @@ class TrackingConfig(FrozenConfig):
 class EvaluationConfig(FrozenConfig):
     every_steps: int = Field(500, ge=1)
     validation_sequences: int = Field(64, ge=0, description="0: no validation")
-    sample_prompts: list[str] = Field(default=[], description="texts to continue at every evaluation")
+    sample_prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="texts to continue at every evaluation"
+    )
     sample_tokens: int = Field(128, ge=1)
     sample_temperature: float = Field(0.8, ge=0, description="0: greedy")
 

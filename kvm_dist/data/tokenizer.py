@@ -50,7 +50,8 @@ class ByteTokenizer:
         return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(ids).decode("utf-8", "replace")
+        # A model may have more ids than bytes: 255 is in no UTF-8 text.
+        return bytes(min(int(i), 255) for i in ids).decode("utf-8", "replace")
 
 
 class RWKVWorldTokenizer:
@@ -94,12 +95,12 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer: Any = load_tokenizer(name)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tokenizer {name!r} could not be loaded: {error}; use bytes, rwkv-world, "
-                "or a Hugging Face tokenizer folder or name"
-            ) from error
+            raise ConfigError(f"{error}, or use bytes or rwkv-world") from error
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"tokenizer {name!r} has no end-of-text token, which has to separate documents")
+            raise ConfigError(
+                f"tokenizer {name!r} has no end-of-text token, which has to separate documents; name one as "
+                '"eos_token" in its tokenizer_config.json'
+            )
         self.name = name
         self.vocab_size = len(self._tokenizer)
         self.separator_id = int(self._tokenizer.eos_token_id)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from kvm_dist.config import EvaluationConfig
 from kvm_dist.data.tokenizer import Tokenizer
 from kvm_dist.data.validation import ValidationBatches
 from kvm_dist.evaluate.validation import ValidationResult, validate
+from kvm_dist.exit_codes import NotFinite
 from kvm_dist.metrics import append_line
 from kvm_dist.run_directory import RunDirectory
 from kvm_dist.sequence_split import SequenceSplit
@@ -43,11 +45,19 @@ class Evaluation:
         self.directory = directory
 
     def run(self, step: int) -> dict[str, float]:
-        """Collective. Returns metrics; rank 0 also writes the position loss and the samples of `step`."""
+        """Collective. Returns metrics; rank 0 also writes the position loss and the samples of `step`.
+
+        Raises NotFinite on all ranks if the held-out loss is not finite: such weights are not saved.
+        """
         self.engine.module.eval()
         metrics: dict[str, float] = {}
         if self.config.validation_sequences:
             result = validate(self.engine.module, self.batches, self.split)
+            if not math.isfinite(result.loss):
+                raise NotFinite(
+                    f"step {step}: the validation loss is {result.loss}; the weights are not saved. Lower "
+                    "optimizer.learning_rate; the same command goes on from the last checkpoint"
+                )
             metrics["validation/loss"] = result.loss
             if self._speaks:
                 with _training_goes_on("position loss"):

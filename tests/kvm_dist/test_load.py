@@ -243,7 +243,7 @@ def test_a_dumped_configuration_loads_back_equal(
     config = RunConfig.model_validate(
         {
             "optimizer": {"learning_rate": rate},
-            "evaluation": {"sample_prompts": [text, "x"]},
+            "evaluation": {"sample_prompts": [text or "x", "x"]},
             "slurm": {"partition": text},
             "model": {"kvm": {"budget": {"kind": "fixed", "slots": 257}}},
         }
@@ -251,3 +251,8 @@ def test_a_dumped_configuration_loads_back_equal(
     path = tmp_path_factory.mktemp("dump") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path).config == config
+
+
+def test_an_empty_sample_prompt_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    found = problems(write(tmp_path, "evaluation: {sample_prompts: ['the ', '']}\n"))
+    assert any("sample_prompts" in line for line in found)

@@ -33,6 +33,10 @@ def test_decoding_a_cut_character_gives_a_replacement_and_does_not_abort(name: s
     assert "\ufffd" in tokenizer.decode(ids)
 
 
+def test_ids_that_are_no_bytes_decode_to_the_replacement_character() -> None:
+    assert build_tokenizer("bytes").decode([104, 105, 256, 300]) == "hi\ufffd\ufffd"
+
+
 def test_rwkv_ids_are_those_of_the_published_vocabulary() -> None:
     assert build_tokenizer("rwkv-world").encode("hello é world").tolist()[0] == 34550
 
