@@ -18,7 +18,7 @@ def time_against_length(results: Results, out: Path) -> Path:
     figure = new_figure(
         "KVM: time against sequence length",
         f"forward + backward, {setting.heads} heads of {setting.width}, chunk {setting.chunk}, float32, "
-        f"{setting.threads} CPU thread{'s' if setting.threads > 1 else ''} of {results.machine.get('processor', 'this machine')}",
+        f"CPU threads: {setting.threads}, {results.machine.get('processor', 'this machine')}",
     )
     axes = figure.add_axes((0.085, 0.115, 0.745, 0.725))
     axes.set_xscale("log", base=2)
