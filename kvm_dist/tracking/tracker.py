@@ -49,7 +49,10 @@ class Tracker:
             self._say(f"metrics of step {step} and later ones may be missing: {error}")
 
     def checkpoint(self, path: Path, step: int, digest: str | None = None) -> None:
-        """Tells of a checkpoint by reference. `digest`: sha256 of its manifest, computed if None."""
+        """Tells of a checkpoint by reference. `digest`: sha256 of its manifest, computed if None.
+
+        A tracking process that has died in the meantime is started again.
+        """
         try:
             if digest is None:
                 digest = hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()
@@ -59,6 +62,7 @@ class Tracker:
             return
         fields = {"path": str(path.absolute()), "step": step, "manifest_sha256": digest, "bytes": size}
         self._event(Kind.CHECKPOINT, fields)
+        self._start_process_if_gone()
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Asks for a small file (a picture, a table) to be uploaded into `folder` of the run."""
@@ -69,8 +73,7 @@ class Tracker:
         if self._uri is None:
             return True
         self._event(Kind.END, {"status": RunStatus(status)})
-        if self._process is None or self._process.poll() is not None:
-            self._start_process()
+        self._start_process_if_gone()
         if self._process is None:
             return False
         try:
@@ -90,6 +93,10 @@ class Tracker:
             append_event(self.run_dir, kind, self._attempt, fields)
         except OSError as error:
             self._say(f"{kind} is not tracked: {error}")
+
+    def _start_process_if_gone(self) -> None:
+        if self._uri is not None and (self._process is None or self._process.poll() is not None):
+            self._start_process()
 
     def _start_process(self) -> None:
         assert self._uri is not None, "only an enabled tracker starts a process"

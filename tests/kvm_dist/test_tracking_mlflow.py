@@ -220,3 +220,25 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_trainer(
         tracker.log(step, {"train/loss": 1.0})
     tracker.checkpoint(tmp_path / "no such checkpoint", 1)
     assert "may be missing" in caplog.text
+
+
+def test_a_killed_tracking_process_is_back_at_the_next_checkpoint(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(tracker: Tracker) -> None:
+        tracker._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        started.append(tracker._process)
+
+    monkeypatch.setattr(Tracker, "_start_process", start)
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    tracker = Tracker(tmp_path, RunConfig(run_root=tmp_path, tracking=TrackingConfig(uri=database)))
+    for alive in (True, False):
+        if not alive:
+            started[0].kill()
+            started[0].wait()
+        tracker.checkpoint(checkpoint, 1, digest="0")
+        assert len(started) == (1 if alive else 2)
+    started[1].kill()
