@@ -17,8 +17,13 @@ from kvm_dist.exit_codes import ConfigError
 
 def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_path: Path | None) -> None:
     """Measure, print, and write the JSON and the picture beside it."""
+    if device.startswith("cuda"):
+        from launch.accelerator_bench import bench_accelerator
+
+        bench_accelerator(device, lengths, json_path)
+        return
     if device != "cpu":
-        raise ConfigError(f"bench kvm --device {device}: want cpu, the one device that is measured so far")
+        raise ConfigError(f"bench kvm --device {device}: want cpu or cuda")
     setting = _setting(lengths, quick, threads)
     from kvm_dist.bench.kvm import bench_kvm as measured
 

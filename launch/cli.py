@@ -134,7 +134,7 @@ def config_schema() -> None:
 
 @bench_app.command("kvm")
 def bench_kvm(
-    device: Annotated[str, typer.Option(help="where to measure: cpu")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda (also for AMD GPUs)")] = "cpu",
     tokens: Annotated[list[int] | None, typer.Option(help="a length; give it again for more")] = None,
     quick: Annotated[bool, typer.Option(help="short lengths, one round: seconds, not minutes")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 2,

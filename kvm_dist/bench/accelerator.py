@@ -12,15 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.budget import FixedBudget, PowerLawBudget, SlotBudget
+from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
+from models.budget import SlotBudget
 from models.kvm import KVMState, kvm_attention
 from models.kvm.layout import KVMSettings, slots_covering, tokens_covered
 
-BUDGETS: dict[str, SlotBudget] = {
-    "kvm-256": FixedBudget(slots=256),
-    "kvm-sqrt": PowerLawBudget(factor=16, exponent=0.5, minimum=256),
-}
-FULL = "full attention"
 LENGTHS = tuple(1024 * 2**power for power in range(8))  # 1K to 128K
 WINDOW_CHUNKS = 2
 
@@ -114,7 +110,7 @@ def measure(
 
 def with_ratios(rows: list[Measured]) -> Iterator[Measured]:
     """Adds how many times as fast as full attention in the same phase at the same length."""
-    full = {row.phase: row.seconds for row in rows if row.method == FULL}
+    full = {row.phase: row.seconds for row in rows if row.method == FULL_ATTENTION}
     for row in rows:
         ratio = full[row.phase] / row.seconds if row.phase in full else None
         yield Measured(row.phase, row.method, row.tokens, row.seconds, row.floor_seconds, ratio)
@@ -129,7 +125,7 @@ def _at_length(device: torch.device, shape: Shape, tokens: int, clock: "Clock") 
             yield Measured(phase, name, tokens, clock.median(call), floor)
     for phase, call in _full_calls(inputs):
         floor = full_floor(phase, tokens, shape, peak) if peak else None
-        yield Measured(phase, FULL, tokens, clock.median(call), floor)
+        yield Measured(phase, FULL_ATTENTION, tokens, clock.median(call), floor)
 
 
 def _kvm_calls(
