@@ -39,8 +39,6 @@ def _panel(axes: Axes, rows: Sequence[Measured]) -> None:
         if floors:
             axes.plot(*zip(*floors, strict=True), color=color, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.xaxis.set_major_locator(FixedLocator(sorted({row.tokens for row in rows})))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: short_count(value / 1.024) if value else "")
-    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}K"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
