@@ -17,7 +17,7 @@ _PHASES = {"prefill": "prefill", "backward": "backward", "decode": "decode, one 
 def accelerator_speed(rows: Sequence[Measured], device_name: str, out: Path) -> Path:
     """Milliseconds of every phase and method over lengths; dashed: the least that the device allows."""
     figure = new_figure("KVM against full attention", f"one layer on {device_name}; dashed: roofline")
-    grid = figure.add_gridspec(1, len(_PHASES), left=0.07, right=0.975, bottom=0.115, top=0.8, wspace=0.25)
+    grid = figure.add_gridspec(1, len(_PHASES), left=0.09, right=0.975, bottom=0.115, top=0.8, wspace=0.25)
     for column, (phase, title) in enumerate(_PHASES.items()):
         axes = figure.add_subplot(grid[0, column])
         _panel(axes, [row for row in rows if row.phase == phase])
@@ -42,3 +42,4 @@ def _panel(axes: Axes, rows: Sequence[Measured]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}K"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.tick_params(axis="x", labelsize=9)
