@@ -30,7 +30,10 @@ class RewindableMemory:
         """Go forward; what reads see waits for `renew`."""
         assert tokens.values is not None, "routed without values"
         keys, values = as_rows(self.keys), as_rows(self.values)
-        before = keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)
+        if tokens.outnumber_slots:
+            before = self.keys[: tokens.slots].clone(), self.values[: tokens.slots].clone()
+        else:
+            before = keys.index_select(0, tokens.rows), values.index_select(0, tokens.rows)
         self._before_folds.append((tokens.without_tokens(), *before))
         keys.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.keys)))
         values.index_add_(0, tokens.rows, as_rows(tokens.weighted(tokens.values)))
@@ -46,22 +49,23 @@ class RewindableMemory:
     def undo(self) -> RoutedTokens:
         """Undo the newest fold; returns where its tokens went. Radii are fixed, counts are whole numbers."""
         routed, keys, values = self._before_folds.pop()
+        magnitudes = self.magnitudes.view(-1)
+        if not self.settings.value_radius:
+            magnitudes.index_add_(0, routed.rows, magnitudes.new_ones(len(routed.rows)), alpha=-1)
+        normed, mean, deviation = self.norm.with_statistics(keys)
+        if routed.outnumber_slots:
+            used = slice(routed.slots)
+            self.keys[used], self.values[used] = keys, values
+            self._mean[used], self._deviation[used] = mean, deviation
+            self.normed.set_first(normed)
+            self.read.set_first(read_values(values, self.magnitudes[used], self.settings))
+            return routed
         rows = routed.rows
         as_rows(self.keys).index_copy_(0, rows, keys)
         as_rows(self.values).index_copy_(0, rows, values)
-        magnitudes = self.magnitudes.view(-1)
-        if not self.settings.value_radius:
-            magnitudes.index_add_(0, rows, magnitudes.new_ones(len(rows)), alpha=-1)
-        if routed.outnumber_slots:
-            used = slice(routed.slots)
-            normed, self._mean[used], self._deviation[used] = self.norm.with_statistics(self.keys[used])
-            self.normed.set_first(normed)
-            self.read.set_first(read_values(self.values[used], self.magnitudes[used], self.settings))
-            return routed
-        normed, mean, deviation = self.norm.with_statistics(keys)
+        as_rows(self._mean).index_copy_(0, rows, mean)
+        as_rows(self._deviation).index_copy_(0, rows, deviation)
         self.normed.set(routed.slot, normed)
-        self._mean.view(-1, 1).index_copy_(0, rows, mean)
-        self._deviation.view(-1, 1).index_copy_(0, rows, deviation)
         self.read.set(routed.slot, read_values(values, magnitudes.index_select(0, rows), self.settings))
         return routed
 
