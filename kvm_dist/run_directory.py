@@ -83,8 +83,8 @@ class RunDirectory:
 def open_run_directory(loaded: LoadedConfig) -> RunDirectory:
     """Create the folder, or check that the one there belongs to this configuration, and write `config.yaml`.
 
-    Any rank may call it; it takes no lock. Raises ConfigError if a key that changes the result was edited,
-    StorageError if the folder cannot be written.
+    Any rank may call it; it takes no lock. Raises ConfigError if a key that changes the result was edited
+    after a step was taken, StorageError if the folder cannot be written.
     """
     directory = _create(loaded)
     _compare(loaded, directory)
@@ -134,7 +134,7 @@ def _write_config(loaded: LoadedConfig, directory: RunDirectory) -> None:
 
 
 def _compare(loaded: LoadedConfig, directory: RunDirectory) -> None:
-    if not directory.config_path.exists():
+    if not directory.config_path.exists() or not _has_results(directory):
         return
     before = leaves(load_config(directory.config_path).config.model_dump(mode="json"))
     now = leaves(loaded.config.model_dump(mode="json"))
@@ -151,6 +151,11 @@ def _compare(loaded: LoadedConfig, directory: RunDirectory) -> None:
             "change its result:\n" + "\n".join(lines) + "\ntake them back to go on with that run, or start "
             f"another one with name=OTHER (now name={loaded.config.name})"
         )
+
+
+def _has_results(directory: RunDirectory) -> bool:
+    """Whether there is anything that an edit could contradict: a first start that failed left nothing."""
+    return directory.metrics_path.exists() or any(directory.checkpoints.iterdir())
 
 
 def _changes_result(key: str) -> bool:

@@ -9,7 +9,7 @@ from kvm_dist.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from kvm_dist.config import RunConfig
 from kvm_dist.data.tokenizer import build_tokenizer
 from kvm_dist.evaluate.session import continuation
-from kvm_dist.exit_codes import StorageError
+from kvm_dist.exit_codes import ConfigError, StorageError
 from kvm_dist.load import load_config
 from models.backbone import Backbone
 
@@ -17,8 +17,10 @@ from models.backbone import Backbone
 def sample(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """What the model of `checkpoint` (its folder, or a run directory: the newest) writes after `prompt`.
 
-    Raises StorageError if there is no valid checkpoint.
+    Raises StorageError if there is no valid checkpoint, ConfigError for an empty prompt.
     """
+    if not prompt:
+        raise ConfigError("--prompt is empty; give at least one character to go on from")
     loaded = load_checkpoint(_checkpoint_folder(checkpoint))
     config = load_config(loaded.path / "config.yaml").config
     tokenizer = build_tokenizer(config.data.tokenizer)

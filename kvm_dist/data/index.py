@@ -151,7 +151,8 @@ def load_index(directory: str | Path) -> DatasetIndex:
         ) from error
     if digest != index.digest:
         raise DataError(
-            f"{path} was edited or damaged: its digest is {digest[:16]}, it says {index.digest[:16]}"
+            f"{path} was edited or damaged: its digest is {digest[:16]}, it says {index.digest[:16]}; delete "
+            "it and run `kvm-dist data prepare` again to write it anew"
         )
     return index
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from kvm_dist.data.index import DatasetIndex
 from kvm_dist.data.order import Pool, SequenceOrder
-from kvm_dist.data.pools import TokenPool, read_pool, require_allowed
+from kvm_dist.data.pools import TokenPool, read_pool, require_allowed, require_some_left
 from kvm_dist.data.shard_writer import Split
 from kvm_dist.exit_codes import DataError
 
@@ -183,6 +183,7 @@ class BatchStream:
                 raise step
             self.damaged |= step.damaged
             require_allowed(self.damaged, self._allowed, ", ".join(sorted(self.damaged)))
+            require_some_left(self._index, self._order, self.damaged)
             self.position = step.position
             yield step
 

@@ -1,5 +1,6 @@
 """A pool in memory: documents joined in the order of the epoch, as one flat token array."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +65,15 @@ def require_allowed(damaged: dict[str, int], allowed: int, problem: str) -> None
             f"data.damaged_shards_allowed={allowed}; "
             "run `kvm-dist data check` for all of them, delete them and run `kvm-dist data prepare` "
             "again, or raise data.damaged_shards_allowed to train without them"
+        )
+
+
+def require_some_left(index: DatasetIndex, order: SequenceOrder, damaged: Mapping[str, int]) -> None:
+    """Stop once no shard is left to learn from, whatever is allowed."""
+    if all(shard.name in damaged for shard in order.shards):
+        raise DataError(
+            f"all {len(order.shards)} training shards in {index.directory} are damaged, nothing is left to "
+            "train on; delete them and run `kvm-dist data prepare` again"
         )
 
 

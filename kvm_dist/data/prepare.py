@@ -136,6 +136,10 @@ def _claim(out: Path, settings: _Settings) -> None:
 
 def _units(source: str, out: Path, unit_bytes: int | None) -> list[Unit]:
     inside = out.resolve()
+    if source != PYTHON_STDLIB and Path(source).is_relative_to(inside):
+        raise ConfigError(
+            f"the source {source} lies in {out}, where the shards go; choose another folder for them"
+        )
     pieces = [piece for piece in find_pieces(source) if not piece.path.resolve().is_relative_to(inside)]
     return group_pieces(pieces, unit_bytes or default_unit_bytes(pieces))
 

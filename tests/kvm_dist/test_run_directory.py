@@ -60,6 +60,7 @@ def test_names_alone_touch_nothing(tmp_path: Path) -> None:
 )
 def test_an_edit_that_changes_the_result_is_refused_with_a_diff(tmp_path: Path, override: str) -> None:
     directory = open_run_directory(loaded(tmp_path))
+    directory.metrics_path.write_text('{"step": 1}\n')
     before = directory.config_path.read_text()
     with pytest.raises(ConfigError) as caught:
         open_run_directory(loaded(tmp_path, override))
@@ -69,6 +70,16 @@ def test_an_edit_that_changes_the_result_is_refused_with_a_diff(tmp_path: Path, 
     assert f"(command line: {override})" in message
     assert "name=OTHER" in message
     assert directory.config_path.read_text() == before
+
+
+def test_an_edit_after_a_start_that_failed_before_the_first_step_is_taken(tmp_path: Path) -> None:
+    open_run_directory(loaded(tmp_path))
+    mended = loaded(tmp_path, "data.tokenizer=rwkv-world")
+    directory = open_run_directory(mended)
+    assert load_config(directory.config_path).config == mended.config
+    (directory.checkpoints / "step-00000001").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        open_run_directory(loaded(tmp_path))
 
 
 @pytest.mark.parametrize(

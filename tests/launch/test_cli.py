@@ -69,6 +69,7 @@ def test_a_run_root_that_cannot_be_written_ends_with_74(folder: Path) -> None:
 
 def test_an_edited_configuration_ends_with_64_and_a_diff(folder: Path) -> None:
     assert kvm_dist(folder, "train", "run.yaml").returncode == 65
+    (folder / "runs/one/metrics.jsonl").write_text('{"step": 1}\n')
     ended = kvm_dist(folder, "train", "run.yaml", "seed=7")
     assert ended.returncode == 64
     assert "  seed: 0 -> 7 (command line: seed=7)" in ended.stderr

@@ -158,6 +158,13 @@ def test_an_allowed_damaged_shard_is_masked_and_every_other_token_keeps_its_plac
     assert damaged.damaged == {shard.name: shard.documents}
 
 
+def test_damage_of_every_shard_ends_training_whatever_is_allowed(dataset: DatasetIndex) -> None:
+    for shard in dataset.split("train"):
+        truncate(dataset.directory / shard.name)
+    with pytest.raises(DataError, match="nothing is left to train on"):
+        list(islice(stream(dataset, damaged_shards_allowed=99), 500))
+
+
 def test_counts_survive_a_resume_and_the_limit_holds_across_it(dataset: DatasetIndex) -> None:
     first, second = dataset.split("train")[:2]
     for shard in (first, second):

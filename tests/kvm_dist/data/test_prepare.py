@@ -154,6 +154,13 @@ def test_the_dataset_does_not_read_itself(tmp_path: Path) -> None:
     assert prepare(source, tmp_path / "data", progress=False).digest == first.digest
 
 
+def test_a_source_inside_the_output_folder_is_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, documents=20)
+    for out in (source, tmp_path):
+        with pytest.raises(ConfigError, match="choose another folder"):
+            prepare(source, out, progress=False)
+
+
 KILLED = """
 import sys
 from kvm_dist.data import prepare as module

@@ -62,8 +62,15 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 def test_an_unknown_tokenizer_is_refused_with_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="bytes, rwkv-world"):
+    with pytest.raises(ConfigError, match="or use bytes or rwkv-world"):
         build_tokenizer(str(tmp_path / "nothing"))
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused_with_the_mend(tmp_path: Path) -> None:
+    folder = _write_hugging_face_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match=r'name one as "eos_token" in its tokenizer_config\.json'):
+        build_tokenizer(str(folder))
 
 
 def test_a_hugging_face_folder_works_offline(tmp_path: Path) -> None:
