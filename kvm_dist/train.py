@@ -70,10 +70,25 @@ def train(loaded: LoadedConfig) -> None:
             trainer.run()
             if world.rank == 0:
                 _draw(directory, tracker)
-    except TimeoutError as error:
-        raise HangError(str(error)) from error
+    except (TimeoutError, RuntimeError) as error:
+        hang = hang_behind(error, world.rank, config.parallel.timeout_seconds)
+        if hang is None:
+            raise
+        raise hang from error
     finally:
         leave_world()
+
+
+def hang_behind(error: Exception, rank: int, timeout_seconds: float) -> HangError | None:
+    """What to end with if `error` says that another rank was silent; None if it says something else."""
+    if isinstance(error, TimeoutError):
+        return HangError(str(error))
+    if "timed out" not in str(error).lower():
+        return None
+    return HangError(
+        f"rank {rank}: another rank has not joined a collective in {timeout_seconds:g} s "
+        "(parallel.timeout_seconds); see the ends of the other ranks' logs"
+    )
 
 
 def _join(config: RunConfig) -> World:

@@ -45,7 +45,7 @@ class Engine:
         device: torch.device,
     ) -> None:
         _check_groups(model, groups)
-        deepspeed = import_deepspeed(config.zero_stage)
+        deepspeed = import_deepspeed(config.zero_stage, config.timeout_seconds)
         model.to(device)
         self.settings = deepspeed_settings(
             config, world.size, sum(p.numel() for p in model.parameters()), gradient_clipping, accumulation

@@ -3,20 +3,25 @@
 import logging
 import re
 import warnings
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
+
+import torch.distributed as dist
 
 from parallel.config import ParallelConfig
 
 _NEVER = 2**31 - 1
 
 
-def import_deepspeed(zero_stage: int) -> ModuleType:
+def import_deepspeed(zero_stage: int, timeout_seconds: float) -> ModuleType:
     """deepspeed without its compiled communication op, its chatter, and the versions known to lose gradients.
 
+    The groups it makes wait `timeout_seconds`; by itself it would leave them torch's default, half an hour.
     Import it only after `join_world`, which sets what it reads from the environment.
     """
     import deepspeed
+    from deepspeed.comm.torch import TorchBackend
     from deepspeed.runtime import bf16_optimizer
 
     check_version(deepspeed.__version__, zero_stage)
@@ -25,6 +30,9 @@ def import_deepspeed(zero_stage: int) -> ModuleType:
     bf16_optimizer.see_memory_usage = _say_nothing  # a garbage collection and prints at every parameter group
     # On a CPU it would compile an op for shared memory at start, and fail without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    TorchBackend.new_group = lambda _, ranks: dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout_seconds)
+    )
     module: ModuleType = deepspeed
     return module
 
