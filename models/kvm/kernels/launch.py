@@ -1,8 +1,9 @@
 """Starting kernels: on a GPU, in Triton's interpreter, or only noting what would be started."""
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ class Launch:
     target: Target
 
 
+_one_at_a_time = threading.Lock()  # the interpreter keeps its place in globals
 _recording: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("recording", default=None)
 
 
@@ -81,4 +83,5 @@ def launch(
     if recording is not None:
         recording[1].append(Launch(kernel, grid, arguments, constants, tile, target))
         return
-    kernel[grid](*arguments, **constants, **tile.options(target))
+    with _one_at_a_time if target.backend == "interpreter" else nullcontext():
+        kernel[grid](*arguments, **constants, **tile.options(target))

@@ -142,6 +142,9 @@ def operands(
     plan: Plan,
 ) -> Operands:
     """Pairs are what the call was handed from before its tokens, and its tokens."""
+    target = current_target(q.device)
+    if target.backend == "interpreter" and q.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter multiplies bfloat16 wrongly; want float32 or float16 in it")
     keys_before = 0 if keys[0] is None else keys[0].shape[1]
     joined_gate = None if gate[1] is None else _joined(gate[0], gate[1])
     ones = norm[0].new_ones(q.shape[2])
@@ -158,7 +161,7 @@ def operands(
         settings,
         plan,
         tables_of(plan, keys_before, q.device),
-        current_target(q.device),
+        target,
         Shape(q.shape[3], q.element_size()),
     )
 

@@ -1,22 +1,30 @@
 """Block sizes of every kernel: static rows, chosen by architecture and shape, never by timing.
 
-Ranks that timed kernels themselves would choose different rows, and results would differ between them.
+Ranks that timed kernels themselves would choose different rows, and results would differ between them. A row
+is taken when its shape class matches and its estimated shared memory fits the device; the last row of every
+kernel fits 64 KiB at any shape.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 Kernel = Literal[
-    "prepare_keys", "route", "fold", "read", "read_backward_queries", "read_backward_slots",
-    "read_backward_window", "rows", "decode",
-]  # fmt: skip
-KERNELS: tuple[Kernel, ...] = (
-    "prepare_keys", "route", "fold", "read", "read_backward_queries", "read_backward_slots",
-    "read_backward_window", "rows", "decode",
-)  # fmt: skip
+    "prepare_keys",
+    "rows",  # passes over single rows: delta, append selection, sorting
+    "route",
+    "fold",  # fold, walk and share out
+    "read",
+    "read_backward_queries",
+    "read_backward_slots",
+    "read_backward_window",
+    "decode",
+]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 KIBI = 1024
 SMALLEST_DOT = 16  # tiles of a matrix product have at least this many rows and columns
+SHARED_MARGIN = 2 * KIBI  # reductions need some scratch beside the tiles
 
 
 @dataclass(frozen=True)
@@ -38,27 +46,28 @@ TARGETS: dict[str, Target] = {
     "gfx950": Target("gfx950", "hip", 160 * KIBI, "ieee"),
     "interpreter": Target("interpreter", "interpreter", 64 * KIBI, "ieee"),
 }
-OTHER_CUDA = Target("cuda", "cuda", 64 * KIBI, "tf32x3")  # sm_80 and later hold at least 99 KiB
+OTHER_CUDA = Target("cuda", "cuda", 99 * KIBI, "tf32x3")  # the least of sm_80 and later
 OTHER_HIP = Target("hip", "hip", 64 * KIBI, "ieee")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One row: BLOCK_M rows of the output side (or of a plain pass), BLOCK_N of the side looped over."""
+    """BLOCK_M queries (or tokens, or slots of a pass without products) by BLOCK_N keys."""
 
     block_m: int
-    block_n: int = 0
+    block_n: int
     warps: int = 4
     stages: int = 1
     waves_per_eu: int = 0  # AMD: 0 leaves it to the compiler
     matrix_instr_nonkdim: int = 16  # AMD: MFMA of 16x16 or 32x32
+    fused: bool = True  # multiply-adds; not where ranks must round sums and products alike
 
     def options(self, target: Target) -> dict[str, int | bool]:
-        """Launch options; all that move between Triton versions are set."""
+        """Launch options; all whose defaults move between Triton versions are set."""
         options: dict[str, int | bool] = {
             "num_warps": self.warps,
             "num_stages": self.stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": self.fused,
         }
         if target.backend == "hip":
             options["waves_per_eu"] = self.waves_per_eu
@@ -68,15 +77,106 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """The class of a call: padded head width and bytes of an input element."""
+    """The class of a call: head width and bytes of an input element."""
 
     width: int
     element_bytes: int
-    block_d: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_d", max(SMALLEST_DOT, 1 << (self.width - 1).bit_length()))
+    @property
+    def block_d(self) -> int:
+        """The width padded for tiles."""
+        return max(SMALLEST_DOT, 1 << (self.width - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Row:
+    kernel: Kernel
+    chips: str  # a backend, a target, or "any"
+    widest: int  # head width, at most
+    element_bytes: int  # of an input element, at most
+    tile: Tile
+
+    def covers(self, kernel: Kernel, target: Target, shape: Shape) -> bool:
+        return (
+            self.kernel == kernel
+            and self.chips in ("any", target.backend, target.name)
+            and shape.block_d <= self.widest
+            and shape.element_bytes <= self.element_bytes
+            and shared_estimate(self.kernel, self.tile, target, shape) <= target.shared_bytes
+        )
+
+
+# The first row that covers a call is taken.
+ROWS: tuple[Row, ...] = (
+    # The interpreter pays per operation, not per element; small tiles still cross every edge.
+    *(Row(kernel, "interpreter", 256, 4, Tile(16, 16)) for kernel in get_args(Kernel)),
+    Row("prepare_keys", "any", 128, 4, Tile(32, 32, fused=False)),
+    Row("prepare_keys", "any", 256, 4, Tile(16, 16, fused=False)),
+    Row("rows", "any", 256, 4, Tile(32, 16, 8)),
+    Row("fold", "any", 128, 4, Tile(16, 16, fused=False)),
+    Row("fold", "any", 256, 4, Tile(8, 8, fused=False)),
+    Row("decode", "any", 128, 4, Tile(32, 32)),
+    Row("decode", "any", 256, 4, Tile(16, 16)),
+    # NVIDIA: warp groups of 64 rows feed wgmma.
+    Row("route", "cuda", 128, 4, Tile(64, 64, 4, 1)),
+    Row("read", "cuda", 128, 2, Tile(128, 64, 8, 2)),
+    Row("read_backward_queries", "cuda", 128, 2, Tile(128, 64, 8, 2)),
+    Row("read_backward_slots", "cuda", 128, 2, Tile(64, 64, 8, 2)),
+    Row("read_backward_window", "cuda", 128, 2, Tile(64, 64, 8, 2)),
+    Row("read", "cuda", 256, 2, Tile(64, 64, 8, 1)),
+    Row("read_backward_queries", "cuda", 256, 2, Tile(64, 32, 8, 1)),
+    # AMD: one or two stages, since 64 KiB hold few tiles.
+    Row("route", "hip", 128, 4, Tile(64, 64, 4, 2)),
+    Row("read", "hip", 128, 2, Tile(128, 64, 4, 2)),
+    Row("read", "hip", 64, 4, Tile(128, 64, 4, 1)),
+    Row("read", "hip", 128, 4, Tile(64, 32, 4, 1)),
+    Row("read", "hip", 256, 2, Tile(64, 32, 4, 1)),
+    Row("read_backward_queries", "hip", 64, 4, Tile(128, 32, 4, 1)),
+    Row("read_backward_queries", "hip", 128, 2, Tile(128, 32, 4, 1)),
+    Row("read_backward_queries", "hip", 128, 4, Tile(64, 16, 4, 1)),
+    Row("read_backward_slots", "hip", 64, 4, Tile(32, 128, 4, 1)),
+    Row("read_backward_slots", "hip", 128, 2, Tile(64, 64, 4, 1)),
+    Row("read_backward_slots", "hip", 128, 4, Tile(32, 64, 4, 1)),
+    Row("read_backward_window", "hip", 64, 4, Tile(32, 128, 4, 1)),
+    Row("read_backward_window", "hip", 128, 2, Tile(32, 128, 4, 1)),
+    Row("read_backward_window", "hip", 128, 4, Tile(32, 64, 4, 1)),
+    # What always fits.
+    Row("route", "any", 256, 4, Tile(32, 16, 4, 1)),
+    Row("read", "any", 256, 4, Tile(32, 16, 4, 1)),
+    Row("read_backward_queries", "any", 256, 4, Tile(16, 16, 4, 1)),
+    Row("read_backward_slots", "any", 256, 4, Tile(16, 16, 4, 1)),
+    Row("read_backward_window", "any", 256, 4, Tile(16, 16, 4, 1)),
+)
+
+
+def shared_estimate(kernel: Kernel, tile: Tile, target: Target, shape: Shape) -> int:
+    """Bytes of shared memory that a row asks for, rounded up.
+
+    Looped tiles are held once per stage on NVIDIA and once less on AMD, whose loads pass through registers.
+    """
+    element = 4 if kernel == "route" else shape.element_bytes
+    row = shape.block_d * element
+    copies = max(1, tile.stages - (target.backend == "hip"))
+    split = 2 if element == 4 and target.float32_dot == "tf32x3" else 1  # high and low parts of float32
+    scores = tile.block_m * tile.block_n * element
+    if kernel == "route":
+        held, looped = tile.block_m, tile.block_n
+    elif kernel == "read":
+        held, looped = tile.block_m, 2 * tile.block_n
+    elif kernel == "read_backward_queries":
+        held, looped = 2 * tile.block_m, 2 * tile.block_n
+    elif kernel in ("read_backward_slots", "read_backward_window"):
+        held, looped = 2 * tile.block_n, 2 * tile.block_m
+    else:
+        return SHARED_MARGIN + 4 * KIBI * tile.warps
+    if target.backend == "hip":
+        held = 0  # operands that stay are kept in registers
+    return split * (held * row + copies * looped * row + scores) + SHARED_MARGIN
+
+
+def rows_covering(kernel: Kernel, target: Target, shape: Shape) -> Iterator[Row]:
+    return (row for row in ROWS if row.covers(kernel, target, shape))
 
 
 def choose(kernel: Kernel, target: Target, shape: Shape) -> Tile:
-    return Tile(16, 16)
+    return next(rows_covering(kernel, target, shape)).tile

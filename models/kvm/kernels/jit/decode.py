@@ -19,8 +19,9 @@ def take(b_o, highest, total, b_s, b_v):
 @triton.jit
 def decode_kernel(
     p_q, p_keys, p_values, p_magnitudes, p_k, p_v, p_weight, p_bias, p_state_temperature,
-    p_window_temperature, p_pieces, slots, all_slots, first_key, tokens, heads, per_piece, scale, TEMPERED: tl.constexpr,
-    RADIUS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_window_temperature, p_pieces, slots, all_slots, first_key, tokens, heads, per_piece, scale,
+    TEMPERED: tl.constexpr, RADIUS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q [B, 1, H, D]; sums [B, H, all_slots, .] normed as they are read; k, v [B, tokens, H, D].
 

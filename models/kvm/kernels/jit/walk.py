@@ -151,8 +151,7 @@ def share_out_kernel(
             token, m, opens = token_of_run(p_order + o_fold, p_codes + o_fold, begin, length, j)
             weight, gated = token_weight(p_gate + o_start, token * heads, m, opens, first, GATE, SWITCHES)
             store_rows(p_dkbar + o_kbar, token, m, weight[:, None] * b_dkeys, D, D, BLOCK_D)
-            b_dv = load_rows(p_dv + o_start * D, token, m, heads * D, D, BLOCK_D)
-            b_dv += weight[:, None] * b_dvalues
+            b_share = weight[:, None] * b_dvalues
             if GATE or RADIUS:
                 b_v = load_rows(p_v + o_start * D, token, m, heads * D, D, BLOCK_D).to(tl.float32)
             if GATE:
@@ -163,11 +162,12 @@ def share_out_kernel(
                 opened = m & (opens != 0) & (norm > 0.0)
                 lengthened = tl.where(gated & (first == 0), weight, 1.0)
                 share = tl.where(opened, b_dmagnitudes, 0.0)
-                b_dv += b_v * (share * tl.abs(lengthened) / tl.where(opened, norm, 1.0))[:, None]
+                b_share += b_v * (share * tl.abs(lengthened) / tl.where(opened, norm, 1.0))[:, None]
                 if GATE:
                     turn = tl.where(lengthened < 0.0, -1.0, 1.0)
                     dgate += tl.where(first == 0, share * norm * turn, 0.0)
-            store_rows(p_dv + o_start * D, token, m, b_dv, heads * D, D, BLOCK_D)
+            b_dv = load_rows(p_dv + o_start * D, token, m, heads * D, D, BLOCK_D)
+            store_rows(p_dv + o_start * D, token, m, b_dv + b_share, heads * D, D, BLOCK_D)
             if GATE:
                 tl.store(p_dgate + o_start + token * heads, tl.where(gated, dgate, 0.0), mask=m)
     store_rows(p_dkeys + i_row * all_slots * D, o_s, m_s, b_dkeys, D, D, BLOCK_D)
