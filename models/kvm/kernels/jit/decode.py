@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from models.kvm.kernels.jit.read import temperature
-from models.kvm.kernels.jit.rows import LOG2E, layer_norm, load_rows, load_vector, read_scale
+from models.kvm.kernels.jit.rows import LOG2E, layer_norm, load_rows, load_vector, read_scale, split_row
 
 
 @triton.jit
@@ -28,13 +28,14 @@ def decode_kernel(
     Writes [pieces, B * H, D + 2]: the piece's output, its highest score, its total; grid (pieces, B * H).
     """
     row = tl.program_id(1).to(tl.int64)
+    batch, head = split_row(row, heads)
     o_d = tl.arange(0, BLOCK_D)
     b_q = load_vector(p_q + row * D, D, BLOCK_D).to(tl.float32)
     b_o = tl.zeros([BLOCK_D], tl.float32)
     highest, total = -1.0e30, 0.0
     begin = tl.program_id(0) * per_piece
     end = begin + per_piece
-    log2_scale = scale * LOG2E * temperature(p_state_temperature, row % heads, TEMPERED)
+    log2_scale = scale * LOG2E * temperature(p_state_temperature, head, TEMPERED)
     for i_n in range(begin, tl.minimum(end, slots), BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < tl.minimum(end, slots)
@@ -45,8 +46,8 @@ def decode_kernel(
         magnitudes = tl.load(p_magnitudes + row * all_slots + o_n, mask=m_n, other=1.0)
         b_v *= read_scale(b_v, magnitudes, RADIUS)[:, None]
         b_o, highest, total = take(b_o, highest, total, b_s, b_v)
-    log2_scale = scale * LOG2E * temperature(p_window_temperature, row % heads, TEMPERED)
-    o_head = ((row // heads) * tokens * heads + row % heads) * D
+    log2_scale = scale * LOG2E * temperature(p_window_temperature, head, TEMPERED)
+    o_head = (batch * tokens * heads + head) * D
     stop = tl.minimum(end - slots + first_key, tokens)
     for i_n in range(tl.maximum(begin - slots, 0) + first_key, stop, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)

@@ -7,6 +7,7 @@ from models.kvm.kernels.jit.rows import (
     layer_norm,
     load_rows,
     load_vector,
+    split_row,
     standardise,
     standardise_backward,
     store_rows,
@@ -35,7 +36,8 @@ def prepare_keys_kernel(
     o_in_fold = (tl.program_id(0) % TILES) * BLOCK + tl.arange(0, BLOCK)
     m = o_in_fold < count
     row = (row0 + i_row).to(tl.int64)
-    p_k += ((row // heads) * tokens * heads + row % heads) * D
+    batch, head = split_row(row, heads)
+    p_k += (batch * tokens * heads + head) * D
     b_k = load_masked_keys(p_k, start + o_in_fold, m, heads * D, ROTARY, D, BLOCK_D)
     b_kbar = layer_norm(b_k, p_weight, p_bias, D, BLOCK_D)
     p_kbar += (i_row.to(tl.int64) * folds + i_fold) * C * D
@@ -55,7 +57,8 @@ def prepare_keys_backward_kernel(
     o_in_fold = (tl.program_id(0) % TILES) * BLOCK + tl.arange(0, BLOCK)
     m = o_in_fold < count
     row = (row0 + i_row).to(tl.int64)
-    o_row = ((row // heads) * tokens * heads + row % heads) * D
+    batch, head = split_row(row, heads)
+    o_row = (batch * tokens * heads + head) * D
     b_k = load_masked_keys(p_k + o_row, start + o_in_fold, m, heads * D, ROTARY, D, BLOCK_D)
     standard, inverse = standardise(b_k, D, BLOCK_D)
     p_dkbar += (i_row.to(tl.int64) * folds + i_fold) * C * D

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from models.kvm.kernels.jit.rows import LN2, LOG2E, load_rows, store_rows
+from models.kvm.kernels.jit.rows import LN2, LOG2E, load_rows, split_row, store_rows
 
 
 @triton.jit
@@ -39,13 +39,14 @@ def read_kernel(
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
+    batch, head = split_row(row, heads)
     p_blocks += 5 * (tl.program_id(0) // TILES)
     start = tl.load(p_blocks) + (tl.program_id(0) % TILES) * BLOCK_M
     stop = tl.minimum(tl.load(p_blocks + 1), start + BLOCK_M)
     i_key, slots = tl.load(p_blocks + 2), tl.load(p_blocks + 3)
     o_m = start + tl.arange(0, BLOCK_M)
-    o_head = (row // heads) * heads * D
-    b_q = load_rows(p_q + o_head * queries + (row % heads) * D, o_m, o_m < stop, heads * D, D, BLOCK_D)
+    o_head = batch * heads * D
+    b_q = load_rows(p_q + o_head * queries + head * D, o_m, o_m < stop, heads * D, D, BLOCK_D)
     b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -53,7 +54,7 @@ def read_kernel(
     o_snapshot = (tl.load(p_blocks + 4) - first_snapshot).to(tl.int64) * rows + i_row
     p_read_keys += o_snapshot * snapshot_slots * D
     p_read_values += o_snapshot * snapshot_slots * D
-    log2_scale = scale * LOG2E * temperature(p_state_temperature, row % heads, TEMPERED)
+    log2_scale = scale * LOG2E * temperature(p_state_temperature, head, TEMPERED)
     for i_n in range(0, slots, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_k = load_rows(p_read_keys, o_n, o_n < slots, D, D, BLOCK_D)
@@ -61,8 +62,8 @@ def read_kernel(
         b_s = tl.where((o_n < slots)[None, :], b_s, float("-inf"))
         b_v = load_rows(p_read_values, o_n, o_n < slots, D, D, BLOCK_D)
         b_o, highest, total = softmax_tile(b_o, highest, total, b_s, b_v, PRECISION)
-    o_head = o_head * tokens + (row % heads) * D
-    log2_scale = scale * LOG2E * temperature(p_window_temperature, row % heads, TEMPERED)
+    o_head = o_head * tokens + head * D
+    log2_scale = scale * LOG2E * temperature(p_window_temperature, head, TEMPERED)
     shift = tokens - queries  # keys before the call
     i_key = tl.where(start < stop, i_key, stop + shift)
     for i_n in range(i_key, stop + shift, BLOCK_N):
@@ -73,6 +74,6 @@ def read_kernel(
         b_v = load_rows(p_v + o_head, o_n, o_n < stop + shift, heads * D, D, BLOCK_D)
         b_o, highest, total = softmax_tile(b_o, highest, total, b_s, b_v, PRECISION)
     b_o = b_o / total[:, None]
-    p_o += (row // heads) * heads * D * queries + (row % heads) * D
+    p_o += batch * heads * D * queries + head * D
     store_rows(p_o, o_m, o_m < stop, b_o, heads * D, D, BLOCK_D)
     tl.store(p_log_sum + row * queries + o_m, highest * LN2 + tl.log(total), mask=o_m < stop)

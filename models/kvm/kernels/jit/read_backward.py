@@ -14,6 +14,7 @@ from models.kvm.kernels.jit.rows import (
     load_rows,
     load_vector,
     read_scale,
+    split_row,
     standardise,
     standardise_backward,
     store_rows,
@@ -26,8 +27,9 @@ def delta_kernel(
 ):  # fmt: skip
     """delta [B, H, T] = sum over D of o * do; grid (tiles, B * H)."""
     row = tl.program_id(1).to(tl.int64)
+    batch, head = split_row(row, heads)
     o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o_head = ((row // heads) * queries * heads + row % heads) * D
+    o_head = (batch * queries * heads + head) * D
     b_o = load_rows(p_o + o_head, o_m, o_m < queries, heads * D, D, BLOCK_D).to(tl.float32)
     b_do = load_rows(p_do + o_head, o_m, o_m < queries, heads * D, D, BLOCK_D).to(tl.float32)
     tl.store(p_delta + row * queries + o_m, tl.sum(b_o * b_do, 1), mask=o_m < queries)
@@ -58,14 +60,15 @@ def read_backward_queries_kernel(
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
+    batch, head = split_row(row, heads)
     p_blocks += 5 * (tl.program_id(0) // TILES)
     start = tl.load(p_blocks) + (tl.program_id(0) % TILES) * BLOCK_M
     stop = tl.minimum(tl.load(p_blocks + 1), start + BLOCK_M)
     i_key, slots = tl.load(p_blocks + 2), tl.load(p_blocks + 3)
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = o_m < stop
-    o_head = (row // heads) * heads * D
-    o_query = o_head * queries + (row % heads) * D
+    o_head = batch * heads * D
+    o_query = o_head * queries + head * D
     b_q = load_rows(p_q + o_query, o_m, m_m, heads * D, D, BLOCK_D)
     b_do = load_rows(p_do + o_query, o_m, m_m, heads * D, D, BLOCK_D)
     log_sum = tl.load(p_log_sum + row * queries + o_m, mask=m_m, other=0.0) * LOG2E
@@ -77,7 +80,7 @@ def read_backward_queries_kernel(
     o_snapshot = (tl.load(p_blocks + 4) - first_snapshot).to(tl.int64) * rows + i_row
     p_read_keys += o_snapshot * snapshot_slots * D
     p_read_values += o_snapshot * snapshot_slots * D
-    tempered = temperature(p_state_temperature, row % heads, TEMPERED)
+    tempered = temperature(p_state_temperature, head, TEMPERED)
     for i_n in range(0, slots, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         b_k = load_rows(p_read_keys, o_n, o_n < slots, D, D, BLOCK_D)
@@ -86,8 +89,8 @@ def read_backward_queries_kernel(
         b_dq, dstate = query_tile(
             b_dq, dstate, b_q, b_do, log_sum, delta, b_k, b_v, visible, scale, tempered, PRECISION
         )
-    o_head = o_head * tokens + (row % heads) * D
-    tempered = temperature(p_window_temperature, row % heads, TEMPERED)
+    o_head = o_head * tokens + head * D
+    tempered = temperature(p_window_temperature, head, TEMPERED)
     shift = tokens - queries
     i_key = tl.where(start < stop, i_key, stop + shift)
     for i_n in range(i_key, stop + shift, BLOCK_N):
@@ -131,6 +134,7 @@ def read_backward_slots_kernel(
     """
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
+    batch, head = split_row(row, heads)
     p_blocks += 5 * tl.program_id(2)
     start, stop, slots = tl.load(p_blocks), tl.load(p_blocks + 1), tl.load(p_blocks + 3)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -145,8 +149,8 @@ def read_backward_slots_kernel(
     b_v = (b_sums * to_read[:, None]).to(p_q.dtype.element_ty)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    scale *= temperature(p_state_temperature, row % heads, TEMPERED)
-    o_query = ((row // heads) * queries * heads + row % heads) * D
+    scale *= temperature(p_state_temperature, head, TEMPERED)
+    o_query = (batch * queries * heads + head) * D
     for i_m in range(start, tl.where(tl.program_id(0) * BLOCK_N < slots, stop, start), BLOCK_M):
         o_m = i_m + tl.arange(0, BLOCK_M)
         m_m = o_m < stop
@@ -194,18 +198,19 @@ def read_backward_window_kernel(
     KEY_TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
     row = tl.program_id(1).to(tl.int64)
+    batch, head = split_row(row, heads)
     chunk = first_chunk + tl.program_id(0) // KEY_TILES
     in_chunk = (tl.program_id(0) % KEY_TILES) * BLOCK_N
     shift = tokens - queries
     o_in_chunk = in_chunk + tl.arange(0, BLOCK_N)
     o_n = chunk * C + o_in_chunk - position + shift  # place among the keys
     m_n = (o_in_chunk < C) & (o_n >= begin) & (o_n < end)
-    o_head = (row // heads) * heads * D
-    o_key = o_head * tokens + (row % heads) * D
-    o_query = o_head * queries + (row % heads) * D
+    o_head = batch * heads * D
+    o_key = o_head * tokens + head * D
+    o_query = o_head * queries + head * D
     b_k = load_rows(p_k + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     b_v = load_rows(p_v + o_key, o_n, m_n, heads * D, D, BLOCK_D)
-    scale *= temperature(p_window_temperature, row % heads, TEMPERED)
+    scale *= temperature(p_window_temperature, head, TEMPERED)
     b_dk = load_rows(p_dk + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     b_dv = load_rows(p_dv + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     for i in range(WINDOW_CHUNKS * TILES - in_chunk // BLOCK_M):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from models.kvm.kernels.jit.rows import layer_norm, load_rows
+from models.kvm.kernels.jit.rows import layer_norm, load_rows, split_row
 
 NO_CODE = tl.constexpr(0x7FFFFFF0)  # of tokens that a short fold lacks: sorts last
 
@@ -82,6 +82,7 @@ def route_new_kernel(
 ):  # fmt: skip
     """Finishes a fold that appends: compares with the new slots only, and lets their tokens open them."""
     i_row = tl.program_id(1).to(tl.int64)
+    batch, head = split_row(i_row, heads)
     p_kbar += i_row * kbar_stride
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b_q = load_rows(p_kbar, o_m, o_m < C, D, D, BLOCK_D)
@@ -94,8 +95,8 @@ def route_new_kernel(
         opener = tl.load(p_openers + i_row * C + o_n, mask=m_n, other=0)
         b_n = load_rows(p_kbar, opener, m_n, D, D, BLOCK_D)
         if GATED:
-            o_token = (i_row // heads) * tokens + tl.load(p_folds + 3 * fold) + opener
-            gate = tl.load(p_gate + o_token * heads + i_row % heads, mask=m_n, other=0.0).to(tl.float32)
+            o_token = batch * tokens + tl.load(p_folds + 3 * fold) + opener
+            gate = tl.load(p_gate + o_token * heads + head, mask=m_n, other=0.0).to(tl.float32)
             b_n *= gate[:, None]
         b_s = tl.dot(b_q, tl.trans(layer_norm(b_n, p_weight, p_bias, D, BLOCK_D)), input_precision=PRECISION)
         best, chosen = better(tl.where(m_n[None, :], b_s, float("-inf")), slots + o_n, best, chosen)

@@ -14,6 +14,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def split_row(row, heads):
+    """Batch entry and head of a row of the grid; divided in 32 bits, since a 64-bit division is a call."""
+    row = row.to(tl.int32)
+    return (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+
+
+@triton.jit
 def load_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[N, BLOCK_D] rows `o_rows` of a tensor whose rows lie `stride` elements apart; 0 where masked."""
     o_d = tl.arange(0, BLOCK_D)

@@ -8,6 +8,7 @@ from models.kvm.kernels.jit.rows import (
     load_rows,
     lower_bound,
     read_scale,
+    split_row,
     store_rows,
     token_weight,
 )
@@ -38,13 +39,14 @@ def fold_keys_kernel(
 ):  # fmt: skip
     """Adds one fold to S_K [rows, all_slots, D] and renews N_s(S_K) where it changed; grid (tiles, rows)."""
     i_row = tl.program_id(1).to(tl.int64)
+    batch, head = split_row(i_row, heads)
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_fold = (i_row * folds + fold) * C
     begin, length = run_of(p_codes + o_fold, o_s, o_s < slots, C, STEPS)
     touched = length > 0
     b_sums = load_rows(p_sums + i_row * all_slots * D, o_s, touched, D, D, BLOCK_D)
     start, first = tl.load(p_folds + 3 * fold), tl.load(p_folds + 3 * fold + 2)
-    o_gate = ((i_row // heads) * tokens + start) * heads + i_row % heads
+    o_gate = (batch * tokens + start) * heads + head
     for i in range(tl.max(length, 0)):
         token, m, opens = token_of_run(p_order + o_fold, p_codes + o_fold, begin, length, i)
         weight, _ = token_weight(p_gate + o_gate, token * heads, m, opens, first, GATE, SWITCHES)
@@ -69,6 +71,7 @@ def walk_kernel(
     """
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
+    batch, head = split_row(row, heads)
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_s = o_s < all_slots
     b_keys = load_rows(p_keys + i_row * all_slots * D, o_s, m_s, D, D, BLOCK_D)
@@ -82,7 +85,7 @@ def walk_kernel(
         o_fold = (row * folds + fold) * C
         begin, length = run_of(p_codes + o_fold, o_s, m_s & (snapshot > 0), C, STEPS)
         start, first = tl.load(p_folds + 3 * fold), tl.load(p_folds + 3 * fold + 2)
-        o_start = ((row // heads) * tokens + start) * heads + row % heads
+        o_start = (batch * tokens + start) * heads + head
         o_kbar = (i_row * local_folds + fold - first_fold) * C * D
         for j in range(tl.max(length, 0)):
             token, m, opens = token_of_run(p_order + o_fold, p_codes + o_fold, begin, length, j)
@@ -126,6 +129,7 @@ def share_out_kernel(
     """
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
+    batch, head = split_row(row, heads)
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_s = o_s < all_slots
     b_dkeys = load_rows(p_dkeys + i_row * all_slots * D, o_s, m_s, D, D, BLOCK_D)
@@ -145,7 +149,7 @@ def share_out_kernel(
         o_fold = (row * folds + fold) * C
         begin, length = run_of(p_codes + o_fold, o_s, m_s & (snapshot > 0), C, STEPS)
         start, first = tl.load(p_folds + 3 * fold), tl.load(p_folds + 3 * fold + 2)
-        o_start = ((row // heads) * tokens + start) * heads + row % heads
+        o_start = (batch * tokens + start) * heads + head
         o_kbar = (i_row * local_folds + fold - first_fold) * C * D
         for j in range(tl.max(length, 0)):
             token, m, opens = token_of_run(p_order + o_fold, p_codes + o_fold, begin, length, j)
