@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvm_dist.config import RunConfig
 from kvm_dist.data.loader import MicroBatch
-from kvm_dist.exit_codes import NotFinite
+from kvm_dist.exit_codes import DataError, NotFinite
 from kvm_dist.optim.schedule import group_rates, schedule_factor
 from kvm_dist.sequence_split import SequenceSplit
 from models.loss import IGNORED_LABEL, token_losses
@@ -45,12 +45,18 @@ class TrainStep:
     def __call__(self, batch: Sequence[MicroBatch], step: int, stop_requested: bool) -> StepOutcome:
         """Apply step `step` (0-based) from this data rank's micro-batches.
 
-        Collective. Raises NotFinite on all ranks, before anything has changed, if the loss or a gradient
-        is not finite on any rank.
+        Collective. Raises on all ranks, before anything has changed: NotFinite if the loss or a gradient is
+        not finite on any rank, DataError if no rank has a token to learn from.
         """
         begun = time.perf_counter()
         local = [(self.split.local(part.inputs), self.split.local(part.labels)) for part in batch]
         tokens = self._valid_tokens([labels for _, labels in local])
+        if tokens == 0:  # an update from nothing would still decay the weights and move them on
+            raise DataError(
+                f"step {step + 1}: every token of the batch is masked, as in damaged shards; find them with "
+                "`kvm-dist data check`, delete them and run `kvm-dist data prepare` again; the same command "
+                "then goes on from the last checkpoint"
+            )
         loss, stop = self._backward(local, tokens, stop_requested)
         if not math.isfinite(loss):
             raise NotFinite(self._not_finite_message(step, f"the loss is {loss}"))
@@ -80,10 +86,10 @@ class TrainStep:
         for inputs, labels in local:
             logits = self.engine.module(inputs, self.split.context())
             loss_sum, _ = token_losses(logits, labels)
-            self.engine.backward(loss_sum / max(tokens, 1))
+            self.engine.backward(loss_sum / tokens)
             total += loss_sum.detach()
         shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
-        return float(shared[0]) / max(tokens, 1), bool(shared[1])
+        return float(shared[0]) / tokens, bool(shared[1])
 
     def _factor(self, step: int) -> float:
         return schedule_factor(self.config.schedule, step, self.config.train.steps)
