@@ -87,7 +87,7 @@ def data_check(
 
 @checkpoint_app.command("list")
 def checkpoint_list(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]) -> None:
-    """The checkpoints of a run, oldest first, and whether each is whole."""
+    """The checkpoints of a run, oldest first, and whether each is complete; `verify` reads their content."""
     from launch.checkpoint_commands import print_checkpoints
 
     print_checkpoints(run)
@@ -179,10 +179,9 @@ def ui(
 @app.command()
 def plot(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]) -> None:
     """Draw a run's pictures again from its metrics."""
-    from kvm_dist.plots import plot_run
+    from launch.plot_command import plot
 
-    for path in plot_run(run):
-        print(path)
+    plot(run)
 
 
 def main() -> None:

@@ -172,6 +172,14 @@ def test_checkpoints_of_a_run_without_any_are_said_to_be_none(folder: Path) -> N
     assert kvm_dist(folder, "checkpoint", "verify", "absent").returncode == 74
 
 
+def test_a_picture_of_nothing_ends_with_74(folder: Path) -> None:
+    (folder / "runs/one").mkdir(parents=True)
+    for run, problem in (("runs/absent", "no such run directory"), ("runs/one", "no metrics to draw")):
+        ended = kvm_dist(folder, "plot", run)
+        assert ended.returncode == 74
+        assert problem in ended.stderr
+
+
 def test_the_user_interface_listens_on_the_loopback_address_only(folder: Path) -> None:
     arguments = command("sqlite:////x/mlflow.db", 5000)
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
