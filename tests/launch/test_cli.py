@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvm_dist.load import load_config
 from launch.ui import command
+from parallel.placement import LOOPBACK
 
 
 def kvm_dist(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -186,6 +188,15 @@ def test_the_user_interface_listens_on_the_loopback_address_only(folder: Path) -
     assert arguments[arguments.index("--backend-store-uri") + 1] == "sqlite:////x/mlflow.db"
     ended = kvm_dist(folder, "ui", "--run-root", "absent")
     assert (ended.returncode, "no such folder" in ended.stderr) == (64, True)
+
+
+def test_a_port_that_is_taken_ends_with_64(folder: Path) -> None:
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        ended = kvm_dist(folder, "ui", "--run-root", ".", "--port", str(other.getsockname()[1]))
+    assert ended.returncode == 64
+    assert "choose another one with --port" in ended.stderr
 
 
 def test_values_with_shell_text_run_nothing(folder: Path) -> None:
