@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.budget import SlotBudget
 from models.kvm.layout import KVMSettings, slots_covering, tokens_covered, window_start
+from models.kvm.opaque import opaque_to_compiler
 from models.kvm.reference import Parameters, kvm_reference
 from models.kvm.state import KVMState, accumulation_dtype
 from models.kvm.torch_backend import kvm_torch
@@ -17,6 +18,7 @@ from parallel.sequence.context import Exchange, NoExchange
 Backend = Literal["auto", "reference", "torch", "triton"]
 
 
+@opaque_to_compiler
 def kvm_attention(
     q: Tensor,
     k: Tensor,
