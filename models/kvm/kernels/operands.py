@@ -81,8 +81,7 @@ class Operands:
 
     @property
     def precision(self) -> str:
-        """Of products of the inputs' own dtype; it matters to float32 only."""
-        return self.target.float32_dot
+        return tuning.read_precision(self.target, self.shape)
 
     @property
     def folding(self) -> dict[str, Any]:
