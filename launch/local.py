@@ -18,6 +18,7 @@ from kvm_dist.exit_codes import ExitCode
 from kvm_dist.load import load_config
 from kvm_dist.run_directory import RunDirectory, locked_run_directory
 from launch.output import CopiedOutput, terminal_columns
+from launch.postmortem import write_postmortem
 from launch.worker import LAUNCHER_PID
 from parallel.placement import LOOPBACK
 
@@ -49,13 +50,14 @@ def train_locally(config: Path, overrides: Sequence[str]) -> int:
 def run_ranks(arguments: Sequence[str], parallel: ParallelConfig, directory: RunDirectory) -> int:
     """Run `arguments` once per rank until all have ended; the exit code speaks for all of them."""
     ranks: list[Rank] = []
+    directory.postmortem_path.unlink(missing_ok=True)  # of an earlier attempt
     with _signals_forwarded(ranks) as stop:
         port = _free_port()
         try:
             for rank in range(parallel.world_size):
                 ranks.append(_start(arguments, rank, parallel, port, directory))
             stop.send_again(ranks)
-            return _supervise(ranks, stop)
+            return _supervise(ranks, stop, directory)
         finally:
             for rank_process in ranks:
                 rank_process.kill()
@@ -110,7 +112,7 @@ class StopState:
         return int(ExitCode.PREEMPTED) if -code in self.received else code
 
 
-def _supervise(ranks: Sequence[Rank], stop: StopState) -> int:
+def _supervise(ranks: Sequence[Rank], stop: StopState, directory: RunDirectory) -> int:
     """Wait for all; after a failure give the others a moment to report, then kill them."""
     failed: list[Rank] = []
     deadline: float | None = None
@@ -127,7 +129,7 @@ def _supervise(ranks: Sequence[Rank], stop: StopState) -> int:
     if stop.impatient and running:
         print("kvm-dist: second Ctrl-C: killed without a save; the last checkpoint stands", file=sys.stderr)
         return int(ExitCode.CRASH)
-    return _verdict(ranks, failed, stop)
+    return _verdict(ranks, failed, stop, directory)
 
 
 def _newly_failed(ranks: Sequence[Rank], known: Sequence[Rank]) -> list[Rank]:
@@ -135,25 +137,30 @@ def _newly_failed(ranks: Sequence[Rank], known: Sequence[Rank]) -> list[Rank]:
     return sorted(ended, key=lambda rank: rank.process.returncode > 0)  # a killed rank before its mourners
 
 
-def _verdict(ranks: Sequence[Rank], failed: Sequence[Rank], stop: StopState) -> int:
+def _verdict(ranks: Sequence[Rank], failed: Sequence[Rank], stop: StopState, directory: RunDirectory) -> int:
+    """The exit code that speaks for all, and who is to blame, on stderr and in the postmortem."""
     if not failed:
         return int(ExitCode.DONE)
     speaking = [rank for rank in failed if stop.exit_code(rank) in SPEAKING_CODES]
     first = speaking[0] if speaking else failed[0]
     code = stop.exit_code(first) if speaking else int(ExitCode.CRASH)
     if code != ExitCode.PREEMPTED:
-        said = "" if first.number == 0 else f", which ends with\n{_tail(first)}"
+        tail = _tail(first)
+        shown = "".join(f"\n  | {line}" for line in tail)
+        said = "" if first.number == 0 else f", which ends with{shown}"
         print(
             f"kvm-dist: rank {first.number} of {len(ranks)} {first.ended_how()}; its log: {first.log}{said}",
             file=sys.stderr,
             flush=True,
         )
+        cause = f"rank {first.number} {first.ended_how()}"
+        write_postmortem(directory.postmortem_path, code, first.number, len(ranks), cause, first.log, tail)
     return code
 
 
-def _tail(rank: Rank, lines: int = 15) -> str:
+def _tail(rank: Rank, lines: int = 15) -> list[str]:
     text = rank.log.read_bytes()[rank.log_start :][-8192:].decode(errors="replace")
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+    return text.splitlines()[-lines:]
 
 
 def _start(

@@ -1,5 +1,6 @@
 """A local run: ranks start, are heard, and end together, with one exit code for all."""
 
+import json
 import os
 import signal
 import subprocess
@@ -136,6 +137,12 @@ def test_a_killed_rank_takes_the_others_with_it_and_is_named(folder: Path) -> No
     assert "rank 1 of 2 was killed by SIGKILL; its log: runs/r/logs/rank-00001.log" in err
     assert "| rank 1 says kill" in err
     assert is_gone(other)
+    postmortem = json.loads((folder / "runs/r/postmortem.json").read_text())
+    assert (postmortem["exit_code"], postmortem["meaning"], postmortem["rank"]) == (70, "crash", 1)
+    assert postmortem["cause"] == "rank 1 was killed by SIGKILL"
+    assert "rank 1 says kill" in postmortem["last_lines"]
+    assert finish(start(folder, "0", "0"))[0] == 0
+    assert not (folder / "runs/r/postmortem.json").exists()
 
 
 @pytest.mark.parametrize("code", [64, 65, 71, 74, 76])
