@@ -16,14 +16,15 @@ HEADS, CHUNK, WINDOW_CHUNKS = 16, 256, 2
 
 
 def sample_launches(target: Target, dtype: torch.dtype, width: int) -> list[Launch]:
-    """Forward, backward and one decoded token at the paper's C=256, n=2: every kernel of one shape class.
+    """Forward, backward and decoding at the paper's C=256, n=2: every kernel of one shape class.
 
     Each kernel comes once per set of constants; a growing and a fixed budget route differently.
     """
     with recorded_launches(target) as recorded:
         for budget in (PowerLawBudget(), FixedBudget()):
             _train(budget, dtype, width)
-        _decode(dtype, width)
+        for tokens in (1, CHUNK):
+            _go_on(tokens, dtype, width)
     launches: dict[tuple[object, ...], Launch] = {}
     for launch in recorded:
         launches.setdefault((launch.kernel.__name__, *sorted(launch.constants.items())), launch)
@@ -53,19 +54,12 @@ def _train(budget: SlotBudget, dtype: torch.dtype, width: int) -> None:
     output.backward(torch.empty_like(output))
 
 
-def _decode(dtype: torch.dtype, width: int) -> None:
+def _go_on(tokens: int, dtype: torch.dtype, width: int) -> None:
+    """Without gradients, after a state."""
     position = 4 * CHUNK + 100
-    kept = position - (3 * CHUNK)
     slots = torch.empty(1, HEADS, CHUNK, width)
-    _, keys, values, gate = _tokens(kept, dtype, width)
+    _, keys, values, gate = _tokens(position - 3 * CHUNK, dtype, width)
     state = KVMState(slots, slots, slots[..., 0].contiguous(), None, keys, values, gate, position)
+    given, parameters = _tokens(tokens, dtype, width), _parameters(width)
     with torch.no_grad():
-        kvm_triton(
-            *_tokens(1, dtype, width),
-            _parameters(width),
-            settings(FixedBudget(), width),
-            state,
-            True,
-            NoExchange(),
-            0,
-        )
+        kvm_triton(*given, parameters, settings(FixedBudget(), width), state, True, NoExchange(), 0)

@@ -44,7 +44,7 @@ TARGETS: dict[str, Target] = {
     "sm_100": Target("sm_100", "cuda", 227 * KIBI, "tf32x3"),
     "gfx942": Target("gfx942", "hip", 64 * KIBI, "ieee"),
     "gfx950": Target("gfx950", "hip", 160 * KIBI, "ieee"),
-    "interpreter": Target("interpreter", "interpreter", 64 * KIBI, "ieee"),
+    "interpreter": Target("interpreter", "interpreter", 2**30, "ieee"),
 }
 OTHER_CUDA = Target("cuda", "cuda", 99 * KIBI, "ieee")  # the least of sm_80 and later
 OTHER_HIP = Target("hip", "hip", 64 * KIBI, "ieee")
@@ -128,7 +128,7 @@ ROWS: tuple[Row, ...] = (
     Row("read_backward_queries", "cuda", 128, 2, Tile(128, 64, 8, 2)),
     Row("read_backward_queries", "cuda", 256, 2, Tile(32, 32, 8)),
     Row("read_backward_queries", "cuda", 64, 4, Tile(64, 32, 8)),
-    Row("read_backward_slots", "cuda", 128, 2, Tile(64, 64, 8, 2)),
+    Row("read_backward_slots", "cuda", 128, 2, Tile(64, 64, 8)),
     Row("read_backward_slots", "cuda", 256, 2, Tile(32, 32, 8)),
     Row("read_backward_slots", "cuda", 64, 4, Tile(32, 32, 8)),
     Row("read_backward_window", "cuda", 128, 2, Tile(64, 64, 8, 2)),
