@@ -223,8 +223,8 @@ class SlotGradient:
         if routed.weight is not None:
             dg = torch.linalg.vecdot(kbar, grad_keys) + torch.linalg.vecdot(values, grad_values)
             dg = dg if routed.ungated is None else dg.masked_fill_(routed.ungated, 0)
-        if tokens.settings.value_radius and fold.appended:
-            along = self._radius_share(routed)
+        if tokens.settings.value_radius and routed.opens is not None:
+            along = self._radius_share(routed, routed.opens)
             dv = dv + (routed.weighted(along) if routed.radius_gated else along)
             if dg is not None and routed.radius_gated:
                 dg += torch.linalg.vecdot(values, along)
@@ -232,12 +232,12 @@ class SlotGradient:
         if dg is not None and gradients.gate is not None:
             gradients.gate.add(fold.start, dg)
 
-    def _radius_share(self, routed: RoutedTokens) -> Tensor:
+    def _radius_share(self, routed: RoutedTokens, opens: Tensor) -> Tensor:
         """Gradient of the value that opened a slot, through the radius, its length (none at length 0)."""
         opening = routed.opening_values()
-        grad = self.magnitudes.view(-1).index_select(0, routed.rows).view(routed.opens.shape)
+        grad = self.magnitudes.view(-1).index_select(0, routed.rows).view(opens.shape)
         lengths = torch.linalg.vector_norm(opening, dim=-1)
-        per_length = (grad / lengths).masked_fill_(~routed.opens | (lengths == 0), 0)
+        per_length = (grad / lengths).masked_fill_(~opens | (lengths == 0), 0)
         return opening * per_length[..., None]
 
 

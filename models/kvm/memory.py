@@ -54,9 +54,8 @@ class RoutedTokens:
         self.slots = fold.slots_after
         # Then renewing what reads see of all slots is cheaper than of each token's slot.
         self.outnumber_slots = fold.stop - fold.start >= fold.slots_after
-        self.any_opens = fold.appended > 0
-        self.opens = route < 0
-        self.slot = slot_numbers(route, fold)
+        self.opens = route < 0 if fold.appended else None
+        self.slot = route.long() if self.opens is None else torch.where(self.opens, ~route, route).long()
         self.rows = row_numbers(self.slot)
         self.radius_gated = False
         if fold.is_first_state:
@@ -64,7 +63,7 @@ class RoutedTokens:
             self.ungated = None
         else:
             self.radius_gated = settings.gate_appends and gate is not None
-            self.ungated = self.opens if self.any_opens and not settings.gate_appends else None
+            self.ungated = None if settings.gate_appends else self.opens
         if gate is not None and self.ungated is not None:
             gate = gate.masked_fill(self.ungated, 1)
         # [B, c, H, 1] what multiplies the token in both sums.
@@ -100,9 +99,13 @@ class ReadRows:
         self.tensor = sums.new_empty(batch, heads, slots, width)
         self._stripe = torch.arange(batch * heads, device=sums.device).view(batch, 1, heads) * slots
 
-    def set_first(self, rows: Tensor) -> None:
-        """Rows [m, B, H, D] of the first m slots."""
-        self.tensor[:, :, : len(rows)] = rows.permute(1, 2, 0, 3)
+    def set_first(self, rows: Tensor, scale: Tensor | None = None) -> None:
+        """Rows [m, B, H, D] of the first m slots, times a scale [m, B, H]."""
+        held, rows = self.tensor[:, :, : len(rows)], rows.permute(1, 2, 0, 3)
+        if scale is None:
+            held.copy_(rows)
+        else:
+            torch.mul(rows, scale.permute(1, 2, 0)[..., None], out=held)
 
     def set(self, slot: Tensor, rows: Tensor) -> None:
         """Rows [B * c * H, D] of slots [B, c, H]."""
@@ -140,7 +143,7 @@ class ValueMemory:
         self.sums = grown(boundary, slots)
         self.magnitudes = grown(magnitudes, slots)
         self.read = ReadRows(self.sums)
-        self.read.set_first(read_values(boundary, magnitudes, settings))
+        self.read.set_first(boundary, value_scale(boundary, magnitudes, settings))
 
     def fold(self, tokens: RoutedTokens) -> None:
         assert tokens.values is not None, "routed without values"
@@ -149,7 +152,8 @@ class ValueMemory:
         add_magnitudes(magnitudes, tokens, self.settings)
         if tokens.outnumber_slots:
             used = slice(tokens.slots)
-            self.read.set_first(read_values(self.sums[used], self.magnitudes[used], self.settings))
+            scale = value_scale(self.sums[used], self.magnitudes[used], self.settings)
+            self.read.set_first(self.sums[used], scale)
         else:
             touched = sums.index_select(0, tokens.rows), magnitudes.index_select(0, tokens.rows)
             self.read.set(tokens.slot, read_values(*touched, self.settings))
@@ -157,10 +161,14 @@ class ValueMemory:
 
 def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
     """rho * S_V / ||S_V||, or S_V / count: [..., D] from sums [..., D] and magnitudes [...]."""
+    return sums * value_scale(sums, magnitudes, settings)[..., None]
+
+
+def value_scale(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
+    """[...] what makes sums of values [..., D] the values that are read."""
     if not settings.value_radius:
-        return sums / magnitudes[..., None]
-    lengths = torch.linalg.vector_norm(sums, dim=-1).clamp_min_(SMALLEST_NORM)
-    return sums * (magnitudes / lengths)[..., None]
+        return magnitudes.reciprocal()
+    return magnitudes / torch.linalg.vector_norm(sums, dim=-1).clamp_min_(SMALLEST_NORM)
 
 
 def read_values_backward(
@@ -182,7 +190,7 @@ def add_magnitudes(magnitudes: Tensor, tokens: RoutedTokens, settings: KVMSettin
     """Add to [S * B * H] what each token brings: its length where it opens a slot, or a count of one."""
     if not settings.value_radius:
         magnitudes.index_add_(0, tokens.rows, magnitudes.new_ones(len(tokens.rows)))
-    elif tokens.any_opens:
+    elif tokens.opens is not None:
         lengths = torch.linalg.vector_norm(tokens.opening_values(), dim=-1)
         magnitudes.index_add_(0, tokens.rows, lengths.masked_fill_(~tokens.opens, 0).reshape(-1))
 
@@ -192,11 +200,6 @@ def grown(boundary: Tensor, slots: int) -> Tensor:
     buffer = boundary.new_zeros(slots, *boundary.shape[1:])
     buffer[: len(boundary)] = boundary
     return buffer
-
-
-def slot_numbers(route: Tensor, fold: Fold) -> Tensor:
-    """The slots [B, c, H] that routes lead to."""
-    return (torch.where(route < 0, ~route, route) if fold.appended else route).long()
 
 
 def row_numbers(slot: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from models.kvm.memory import (
     grown,
     read_values,
     read_values_backward,
+    value_scale,
 )
 
 SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
@@ -44,7 +45,8 @@ class RewindableMemory:
         self.normed, self.read = ReadRows(self.keys), ReadRows(self.values)
         normed, self._mean, self._deviation = self.norm.with_statistics(self.keys)
         self.normed.set_first(normed)
-        self.read.set_first(read_values(self.values, self.magnitudes, self.settings))
+        scale = value_scale(self.values, self.magnitudes, self.settings)
+        self.read.set_first(self.values, scale)
 
     def undo(self) -> RoutedTokens:
         """Undo the newest fold; returns where its tokens went. Radii are fixed, counts are whole numbers."""
@@ -54,11 +56,10 @@ class RewindableMemory:
             magnitudes.index_add_(0, routed.rows, magnitudes.new_ones(len(routed.rows)), alpha=-1)
         normed, mean, deviation = self.norm.with_statistics(keys)
         if routed.outnumber_slots:
-            used = slice(routed.slots)
-            self.keys[used], self.values[used] = keys, values
-            self._mean[used], self._deviation[used] = mean, deviation
+            self.keys, self.values, self._mean, self._deviation = keys, values, mean, deviation
             self.normed.set_first(normed)
-            self.read.set_first(read_values(values, self.magnitudes[used], self.settings))
+            scale = value_scale(values, self.magnitudes[: routed.slots], self.settings)
+            self.read.set_first(values, scale)
             return routed
         rows = routed.rows
         as_rows(self.keys).index_copy_(0, rows, keys)
