@@ -1,6 +1,7 @@
 """The stream of training steps of one data rank."""
 
 import itertools
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from kvm_dist.data.order import Pool, SequenceOrder
 from kvm_dist.data.pools import TokenPool, read_pool, require_allowed, require_some_left
 from kvm_dist.data.shard_writer import Split
 from kvm_dist.exit_codes import DataError
+from kvm_dist.signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -198,5 +200,12 @@ def _in_processes(steps: _Steps, workers: int) -> Iterator[StepBatch | DataError
             num_workers=workers,
             multiprocessing_context="spawn",
             generator=torch.Generator(),
+            worker_init_fn=_outlive_stop_signals,
         )
     )
+
+
+def _outlive_stop_signals(worker: int) -> None:
+    """A request to stop that is sent to a whole job comes here too; the trainer still wants its last step."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

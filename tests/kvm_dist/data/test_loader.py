@@ -1,3 +1,6 @@
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -151,6 +154,15 @@ def test_loader_processes_change_neither_the_stream_nor_the_random_state(dataset
     before = torch.get_rng_state()
     assert take(stream(dataset, start_position=36, workers=2), 40) == wanted
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_request_to_stop_the_whole_job_leaves_the_loader_processes_at_work(dataset: DatasetIndex) -> None:
+    batches = iter(stream(dataset, workers=1))
+    seen = [rows(next(batches))]
+    for process in multiprocessing.active_children():
+        os.kill(process.pid or 0, signal.SIGTERM)
+    seen += [rows(next(batches)) for _ in range(6)]  # more than were read ahead
+    assert seen == take(stream(dataset), 7)
 
 
 def test_a_seek_reads_one_pool(dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch) -> None:
