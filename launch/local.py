@@ -116,8 +116,13 @@ def _supervise(ranks: Sequence[Rank], stop: StopState, directory: RunDirectory) 
     """Wait for all; after a failure give the others a moment to report, then kill them."""
     failed: list[Rank] = []
     deadline: float | None = None
+    told = False
     while running := [rank for rank in ranks if rank.process.poll() is None]:
         failed += _newly_failed(ranks, failed)
+        if not told and any(stop.exit_code(rank) == ExitCode.PREEMPTED for rank in failed):
+            told = True
+            for rank in running:  # one that has not begun would wait for the rank that has left
+                rank.send(signal.SIGTERM)
         if deadline is None and any(stop.exit_code(rank) != ExitCode.PREEMPTED for rank in failed):
             deadline = time.monotonic() + GRACE_SECONDS  # whoever is left waits for a rank that is gone
         if stop.impatient or (deadline is not None and time.monotonic() > deadline):

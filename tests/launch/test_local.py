@@ -179,6 +179,15 @@ def test_a_closed_terminal_is_a_request_to_stop(folder: Path) -> None:
     assert (code, "rank 0 got SIGTERM" in out) == (75, True)
 
 
+def test_a_rank_that_was_stopped_alone_takes_the_others_along(folder: Path) -> None:
+    process = start(folder, "save", "save")
+    (_, second) = pids(folder, 2)
+    os.kill(second, signal.SIGUSR2)
+    code, out, _ = finish(process)
+    assert code == 75
+    assert "rank 0 got SIGTERM" in out
+
+
 def test_a_second_interrupt_kills(folder: Path) -> None:
     process = start(folder, "stubborn", "stubborn")
     ranks = pids(folder, 2)
