@@ -41,12 +41,15 @@ def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_p
         print(f"{json_path}\n{time_against_length(results, json_path.with_suffix('.png'))}")
 
 
-def compile_report() -> None:
+def compile_report(json_path: Path | None) -> None:
     """What the kernels compile to for every GPU, and the floor of each by arithmetic and by memory."""
-    from models.kvm.kernels import report
-
-    print(report.compile_report())
-    print(report.roofline())
+    try:
+        from launch.kernel_tables import print_compile_report
+    except ImportError as error:
+        raise ConfigError(
+            f"bench kvm --compile-report: {error}; it wants Triton, which pip installs on Linux"
+        ) from error
+    print_compile_report(json_path)
 
 
 def _setting(lengths: list[int], quick: bool, threads: int) -> Setting:

@@ -149,7 +149,7 @@ def bench_kvm(
     from launch import bench_commands
 
     if compile_report:
-        bench_commands.compile_report()
+        bench_commands.compile_report(json_path)
     else:
         bench_commands.bench_kvm(device, tokens or [], quick, threads, json_path)
 

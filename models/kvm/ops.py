@@ -68,14 +68,8 @@ def kvm_attention(
         value_radius,
     )
     temperatures = {"state_temperature": state_temperature, "window_temperature": window_temperature}
-    _check_tensors(
-        q,
-        k,
-        v,
-        merge_gate,
-        {"key_norm_weight": key_norm_weight, "key_norm_bias": key_norm_bias},
-        temperatures,
-    )
+    norm = {"key_norm_weight": key_norm_weight, "key_norm_bias": key_norm_bias}
+    _check_tensors(q, k, v, merge_gate, norm, temperatures)
     if rotary_dims >= q.shape[3]:
         raise ValueError(
             f"rotary_dims={rotary_dims}: want less than the head width {q.shape[3]}, or no dim is left"
