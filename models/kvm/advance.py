@@ -94,7 +94,7 @@ def _route(tokens: CallTokens, kbar: Tensor, memory: KeyMemory, fold: Fold, scra
     best_sink = similarity[:, :, :sinks].amax(dim=-1) if sinks and fold.appended else None
     similarity[:, :, :sinks] = -torch.inf
     similarity[:, :, slots:] = -torch.inf
-    best, chosen = _first_maximum(similarity)
+    best, chosen = first_maximum(similarity)
     if fold.appended:
         scores = best if best_sink is None else torch.maximum(best, best_sink)
         opening = scores.sort(dim=-1, stable=True).indices[:, : fold.appended].sort(dim=-1).values
@@ -120,7 +120,7 @@ def _searched(slots: int) -> int:
     return slots if slots < _MANY_SLOTS else -(-slots // ROW_BLOCK) * ROW_BLOCK
 
 
-def _first_maximum(similarity: Tensor) -> tuple[Tensor, Tensor]:
+def first_maximum(similarity: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum [R, C] over the slots of [R, C, m] and the first slot that has it.
 
     Maxima alone are found several times faster than with their places, so of many slots the block is found

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.kvm import FixedBudget, KVMState
+from models.kvm.advance import first_maximum
+from models.kvm.memory import ROW_BLOCK
 from tests.models.kvm.cases import Case, random_case
 
 BACKENDS = ["reference", "torch"]
@@ -170,3 +172,24 @@ def test_nothing_beyond_the_tokens_given_is_read() -> None:
     for name, leaf in inside.items():
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, wanted.gradients[name]), name
+
+
+def test_of_many_slots_the_first_maximum_is_found_by_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    similarity = torch.randint(0, 40, (2, 50, 9 * ROW_BLOCK), generator=generator).float()  # full of ties
+    best, chosen = first_maximum(similarity)
+    assert torch.equal(best, similarity.amax(dim=-1))
+    places = torch.arange(similarity.shape[2]).expand_as(similarity)
+    wanted = places.masked_fill(similarity < best[..., None], similarity.shape[2]).amin(dim=-1)
+    assert torch.equal(chosen, wanted)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_routes_among_many_slots_are_those_of_the_definition(sinks: int) -> None:
+    case = random_case(
+        1_100, heads=1, chunk=64, sinks=sinks, budget=FixedBudget(slots=601), dtype=torch.float64
+    )
+    wanted, got = final_state(case, "reference"), final_state(case, "torch")
+    assert wanted.keys.shape[2] == 601
+    torch.testing.assert_close(got.keys, wanted.keys)
+    torch.testing.assert_close(got.values, wanted.values)
