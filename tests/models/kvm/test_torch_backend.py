@@ -56,12 +56,37 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "chunk of one token": {"chunk": 1, "sinks": 0},
     "odd width": {"width": 5},
     "three heads, two rows": {"heads": 3, "batch": 2},
+    "all ablations": {
+        "sinks": 0,
+        "gate": False,
+        "temperatures": False,
+        "value_radius": False,
+        "rotary_dims": 0,
+        "window_chunks": 1,
+    },
+    "all switches": {
+        "sinks": 2,
+        "gate_appends": True,
+        "gate_first_state": True,
+        "value_radius": False,
+        "rotary_dims": 5,
+        "window_chunks": 3,
+        "max_slots": 11,
+        "budget": SaturatingBudget(limit=16),
+    },
 }
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_backends_agree_under_every_switch(switch: str) -> None:
     assert_backends_agree(random_case(50, dtype=torch.float64, **SWITCHES[switch]))
+
+
+def test_backends_agree_where_the_norm_changes_no_scale() -> None:
+    case = random_case(50, dtype=torch.float64)
+    width = case.grad_output.shape[-1]
+    ones, zeros = torch.ones(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+    assert_backends_agree(case.with_inputs(key_norm_weight=ones, key_norm_bias=zeros))
 
 
 def test_float32_gradients_are_those_of_float64() -> None:
