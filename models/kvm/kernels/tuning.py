@@ -109,6 +109,7 @@ class Row:
 # The first row that covers a call is taken.
 ROWS: tuple[Row, ...] = (
     # The interpreter pays per operation, not per element; small tiles still cross every edge.
+    Row("fold", "interpreter", 256, 4, Tile(32, 32)),
     *(Row(kernel, "interpreter", 256, 4, Tile(16, 16)) for kernel in get_args(Kernel)),
     Row("prepare_keys", "any", 128, 4, Tile(32, 32, fused=False)),
     Row("prepare_keys", "any", 256, 4, Tile(16, 16, fused=False)),
@@ -136,6 +137,7 @@ ROWS: tuple[Row, ...] = (
     Row("read_backward_window", "cuda", 64, 4, Tile(32, 32, 8)),
     # AMD: one or two stages, since 64 KiB hold few tiles.
     Row("route", "hip", 128, 4, Tile(64, 64, 4, 2)),
+    Row("read", "gfx950", 128, 2, Tile(128, 64)),
     Row("read", "hip", 128, 2, Tile(128, 64, 4, 2)),
     Row("read", "hip", 64, 4, Tile(128, 64)),
     Row("read", "hip", 128, 4, Tile(64, 32)),
@@ -190,9 +192,10 @@ def shared_estimate(kernel: Kernel, tile: Tile, target: Target, shape: Shape) ->
         held, looped = 2 * tile.block_n, 2 * tile.block_m
     else:
         return SHARED_MARGIN + 4 * KIBI * tile.warps
-    if target.backend == "hip":
-        held = 0  # operands that stay are kept in registers
-    return split * (held * row + copies * looped * row + scores) + SHARED_MARGIN
+    tiles = held + copies * looped
+    if target.backend == "hip":  # operands that stay pass through shared memory once, into registers
+        tiles = max(tile.block_m, tile.block_n, copies * looped)
+    return split * (tiles * row + scores) + SHARED_MARGIN
 
 
 def rows_covering(kernel: Kernel, target: Target, shape: Shape) -> Iterator[Row]:

@@ -19,7 +19,7 @@ def assert_same_bits(got: Result, wanted: Result) -> None:
 
 
 def case() -> Case:
-    return random_case(30, width=12, seed=2, gate_appends=True)
+    return random_case(22, width=12, seed=2, gate_appends=True)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
