@@ -32,13 +32,32 @@ def advance(call: Operands, boundary: Tensor) -> tuple[Routes, Tensor]:
     routes = Routes(order, sorted_codes)
     sums = grown(boundary, plan.slots_stop)
     normed = call.norm_slots(sums, plan.slots_start)
-    step = max(1, PREPARED_BYTES // (call.rows * chunk * call.width * 4))
-    for first in range(0, len(plan.folds), step):
-        group = range(first, min(first + step, len(plan.folds)))
+    scratch = _Scratch.of(call)
+    length = max(1, PREPARED_BYTES // (call.rows * chunk * call.width * 4))
+    for first in range(0, len(plan.folds), length):
+        group = range(first, min(first + length, len(plan.folds)))
         kbar = call.prepare_keys(group, 0, call.rows)
         for index in group:
-            _Step(call, plan.folds[index], index, kbar[:, index - first], sums, normed).run(codes, routes)
+            step = _Step(call, plan.folds[index], index, kbar[:, index - first], sums, normed, scratch)
+            step.run(codes, routes)
     return routes, sums
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """What the launches of one fold hand each other, [rows, C]; the next fold writes it anew."""
+
+    best: Tensor  # similarity to the most similar slot that is no sink
+    scores: Tensor  # to any slot
+    opened: Tensor  # int32 the slot that a token opens, or -1
+    openers: Tensor  # int32 the token that opens a new slot
+
+    @classmethod
+    def of(cls, call: Operands) -> "_Scratch":
+        shape = (call.rows, call.settings.chunk)
+        best, scores = (call.norm_weight.new_empty(shape) for _ in range(2))
+        opened, openers = (best.new_empty(shape, dtype=torch.int32) for _ in range(2))
+        return cls(best, scores, opened, openers)
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,7 @@ class _Step:
     kbar: Tensor  # [rows, C, D]
     sums: Tensor  # [rows, S, D]
     normed: Tensor
+    scratch: _Scratch
 
     def run(self, codes: Tensor, routes: Routes) -> None:
         if self.fold.is_first_state:
@@ -59,7 +79,7 @@ class _Step:
             if self.fold.appended:
                 self._route_and_append(codes)
             else:
-                self._route(codes, None, None)
+                self._route(codes, appends=False)
             self._sort(codes, routes)
         self._fold(routes)
 
@@ -70,19 +90,19 @@ class _Step:
         opened = 2 * (place + self.fold.slots_before) + 1
         routes.codes[:, self.index] = opened.masked_fill(place >= count, NO_CODE)
 
-    def _route(self, codes: Tensor, best: Tensor | None, scores: Tensor | None) -> None:
+    def _route(self, codes: Tensor, appends: bool) -> None:
         call, tile = self.call, self.call.tile("route")
         launch(
             route_kernel,
             (call.tiles(codes.shape[2], tile.block_m), call.rows),
             (
-                self.kbar, self.normed, codes, codes if best is None else best,
-                codes if scores is None else scores, self.kbar.stride(0), self.index, call.folds,
+                self.kbar, self.normed, codes, self.scratch.best, self.scratch.scores,
+                self.kbar.stride(0), self.index, call.folds,
                 self.fold.slots_before, self.sums.shape[1], call.settings.sinks,
             ),
             tile,
             call.target,
-            APPENDS=best is not None,
+            APPENDS=appends,
             C=codes.shape[2],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -92,14 +112,13 @@ class _Step:
 
     def _route_and_append(self, codes: Tensor) -> None:
         call, chunk = self.call, codes.shape[2]
-        best, scores = (self.kbar.new_empty(call.rows, chunk) for _ in range(2))
-        opened, openers = (codes.new_empty(call.rows, chunk) for _ in range(2))
-        self._route(codes, best, scores)
+        scratch = self.scratch
+        self._route(codes, appends=True)
         tile = call.tile("rows")
         launch(
             append_kernel,
             (call.rows,),
-            (scores, opened, openers, self.fold.slots_before, self.fold.appended),
+            (scratch.scores, scratch.opened, scratch.openers, self.fold.slots_before, self.fold.appended),
             tile,
             call.target,
             C=chunk,
@@ -111,9 +130,9 @@ class _Step:
             route_new_kernel,
             (call.tiles(chunk, tile.block_m), call.rows),
             (
-                self.kbar, call.gate_or_any, call.tables.folds, call.norm_weight, call.norm_bias, codes, best,
-                opened, openers, self.kbar.stride(0), self.index, call.folds, self.fold.slots_before,
-                self.fold.appended, call.heads, call.tokens,
+                self.kbar, call.gate_or_any, call.tables.folds, call.norm_weight, call.norm_bias, codes,
+                scratch.best, scratch.opened, scratch.openers, self.kbar.stride(0), self.index, call.folds,
+                self.fold.slots_before, self.fold.appended, call.heads, call.tokens,
             ),
             tile,
             call.target,

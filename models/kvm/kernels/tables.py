@@ -1,5 +1,6 @@
 """The plan of a call as integer tables for kernels, and how its states are cut to bounded pieces."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,7 +40,7 @@ class Tables:
     blocks: Tensor  # [N, 5] first query, last query + 1, first key, slots, snapshot
     reads: Tensor  # [F + 1] slots read of each snapshot, by at most one block
     snapshot_slots: tuple[int, ...]  # the same, on the host
-    snapshot_of_block: tuple[int, ...]
+    snapshot_of_block: tuple[int, ...]  # never falls
 
     def segments(self, most_slots: int) -> list[Segment]:
         """As few segments as possible with at most `most_slots` slots in all their snapshots."""
@@ -51,8 +52,8 @@ class Tables:
                 if wider * (stop + 1 - first) > most_slots:
                     break
                 stop, slots = stop + 1, wider
-            readers = [i for i, snapshot in enumerate(self.snapshot_of_block) if first <= snapshot < stop]
-            blocks = slice(readers[0], readers[-1] + 1) if readers else slice(0, 0)
+            readers = (bisect_left(self.snapshot_of_block, edge) for edge in (first, stop))
+            blocks = slice(*readers)
             segments.append(Segment(first, stop, blocks, slots))
             first = stop
         return segments
