@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.budget import SlotBudget
+from models.kvm.kernels.tuning import LONGEST_CHUNK, WIDEST_HEAD
 from models.kvm.layout import KVMSettings, slots_covering, tokens_covered, window_start
 from models.kvm.opaque import opaque_to_compiler
 from models.kvm.reference import Parameters, kvm_reference
@@ -77,7 +78,7 @@ def kvm_attention(
     if state is not None:
         _check_state(state, q, merge_gate, settings)
     _check_place(state, exchange, start, q.shape[1], return_state, settings)
-    chosen = _backend(backend, exchange, q)
+    chosen = _backend(backend, exchange, q, settings)
     parameters = Parameters(key_norm_weight, key_norm_bias, state_temperature, window_temperature)
     with torch.autocast(q.device.type, enabled=False):  # routing does not survive rounding
         if chosen == "reference":
@@ -90,7 +91,9 @@ def kvm_attention(
         return kvm_torch(q, k, v, merge_gate, parameters, settings, state, return_state, exchange, start)
 
 
-def _backend(backend: str, exchange: Exchange, q: Tensor) -> Literal["reference", "torch", "triton"]:
+def _backend(
+    backend: str, exchange: Exchange, q: Tensor, settings: KVMSettings
+) -> Literal["reference", "torch", "triton"]:
     if backend == "reference":
         if exchange.has_previous or exchange.has_next:
             raise ValueError(
@@ -102,7 +105,10 @@ def _backend(backend: str, exchange: Exchange, q: Tensor) -> Literal["reference"
     if backend == "triton" and not _has_triton():
         raise ValueError("backend='triton': Triton is not installed; install it, or use 'auto' or 'torch'")
     if backend == "auto":
-        return "triton" if q.is_cuda and q.dtype != torch.float64 and _has_triton() else "torch"
+        in_kernels = (
+            q.dtype != torch.float64 and q.shape[3] <= WIDEST_HEAD and settings.chunk <= LONGEST_CHUNK
+        )
+        return "triton" if q.is_cuda and in_kernels and _has_triton() else "torch"
     return "torch" if backend == "torch" else "triton"
 
 

@@ -6,13 +6,11 @@ from torch import Tensor
 from models.kvm.handover import Handover
 from models.kvm.kernels.decode import decode
 from models.kvm.kernels.function import Call, CallTensors, TritonFunction
+from models.kvm.kernels.tuning import LONGEST_CHUNK, WIDEST_HEAD
 from models.kvm.layout import KVMSettings, Plan, plan_call, window_start
 from models.kvm.reference import Parameters
 from models.kvm.state import KVMState, window_after
 from parallel.sequence.context import Exchange
-
-WIDEST_HEAD = 256
-LONGEST_CHUNK = 512
 
 
 def kvm_triton(

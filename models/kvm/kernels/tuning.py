@@ -22,6 +22,8 @@ Kernel = Literal[
 ]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
+WIDEST_HEAD = 256
+LONGEST_CHUNK = 512
 KIBI = 1024
 SMALLEST_DOT = 16  # tiles of a matrix product have at least this many rows and columns
 SHARED_MARGIN = 2 * KIBI  # reductions need some scratch beside the tiles
