@@ -121,8 +121,7 @@ ROWS: tuple[Row, ...] = (
     Row("decode", "any", 128, 4, Tile(32, 32)),
     Row("decode", "any", 256, 4, Tile(16, 16)),
     # NVIDIA: warp groups of 64 rows feed the matrix units; three tf32 passes need many registers.
-    Row("route", "sm_100", 128, 4, Tile(64, 32, 8)),
-    Row("route", "cuda", 128, 4, Tile(64, 64)),
+    Row("route", "cuda", 128, 4, Tile(64, 32, 8)),
     Row("route", "cuda", 256, 4, Tile(16, 32, 8)),
     Row("read", "cuda", 128, 2, Tile(128, 64, 8, 2)),
     Row("read", "cuda", 256, 2, Tile(64, 32, 8)),
