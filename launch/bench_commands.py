@@ -98,7 +98,7 @@ def _training(results: Results) -> Table:
         f"load average {machine['load_average_start']:.1f} to {machine['load_average_end']:.1f}",
         title_justify="left",
     )
-    for name in ("tokens", "contender", "forward", "backward", "both", "times full attention", "exponent"):
+    for name in ("tokens", "contender", "forward", "backward", "both", "speedup", "exponent"):
         table.add_column(
             name, justify="left" if name == "contender" else "right", no_wrap=name == "contender"
         )
@@ -129,7 +129,7 @@ def _once(results: Results) -> Table:
         f"{results.pieces_error:.1e} of the largest output",
         caption_justify="left",
     )
-    columns = ("contender", "ms/token", "median", "times full attention", "cache MiB", "peak GB")
+    columns = ("contender", "ms/token", "median", "speedup", "cache MiB", "peak GB")
     for name in columns:
         table.add_column(
             name, justify="left" if name == "contender" else "right", no_wrap=name == "contender"
