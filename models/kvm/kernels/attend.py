@@ -61,7 +61,8 @@ def attend(call: Operands, routes: Routes, boundary: SlotTensors) -> tuple[Tenso
     output = torch.empty_like(call.q)
     log_sum = call.norm_weight.new_empty(call.rows, call.queries)
     keys, values, magnitudes = (grown(tensor, call.plan.slots_stop) for tensor in boundary)
-    cut = Cut.fit(call, 2 * call.width * call.q.element_size(), 0, STATES_BYTES)
+    # Per slot: what queries read, and at most one prepared key of the fold before, in float32.
+    cut = Cut.fit(call, call.width * (2 * call.q.element_size() + 4), 0, STATES_BYTES)
     for row, rows in cut.groups(call):
         running = keys[row : row + rows], values[row : row + rows], magnitudes[row : row + rows]
         for segment in call.tables.segments(cut.most_slots):

@@ -94,8 +94,9 @@ class Gradients:
         later: the gradient [rows, S, .] of the state after the call, asked for once, as late as possible.
         """
         call, boundary = self.call, self.saved.boundary
-        element = call.q.element_size()
-        cut = Cut.fit(call, call.width * (2 * element + 16), call.width * 8, STATES_BYTES)
+        # Per slot: what queries read; the sums and their gradients, a prepared key and its gradient in float32.
+        bytes_per_slot = call.width * (2 * call.q.element_size() + 6 * 4)
+        cut = Cut.fit(call, bytes_per_slot, call.width * 8, STATES_BYTES)
         running: SlotTensors | None = None
         for row, rows in cut.groups(call):
             group = (row, rows)
