@@ -94,7 +94,7 @@ class Gradients:
         later: the gradient [rows, S, .] of the state after the call, asked for once, as late as possible.
         """
         call, boundary = self.call, self.saved.boundary
-        # Per slot: what queries read; the sums and their gradients, a prepared key and its gradient in float32.
+        # Per slot: what queries read; in float32 the sums, a prepared key, and the gradients of both.
         bytes_per_slot = call.width * (2 * call.q.element_size() + 6 * 4)
         cut = Cut.fit(call, bytes_per_slot, call.width * 8, STATES_BYTES)
         running: SlotTensors | None = None
