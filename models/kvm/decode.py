@@ -7,7 +7,8 @@ from models.kvm.layout import KVMSettings, Plan, window_start
 from models.kvm.memory import KeyNorm, read_values
 from models.kvm.reference import Parameters
 from models.kvm.softmax_part import join_parts, softmax_part
-from models.kvm.state import KVMState, SlotReads, accumulation_dtype, window_after
+from models.kvm.state import KVMState, SlotReads, accumulation_dtype
+from models.kvm.window_room import room_after
 
 
 def can_decode(plan: Plan, state: KVMState | None, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -33,10 +34,14 @@ def decode(
     """Output [B, 1, H, D] of one token and the state after it, which shares the slots of `state`."""
     block = plan.blocks[0]
     dtype = accumulation_dtype(q.dtype)
-    window = window_after(state, k, v, gate, plan.stop - window_start(settings, plan.stop))
+    held = plan.stop - 1 - window_start(settings, plan.stop)
+    room = room_after(state, held, settings.window, (k, gate), grows=True)
+    room.put(held, k, v, gate)
+    window = room.window(held + 1)
     unread = window[0].shape[1] - (block.stop - block.window_start)
     window_k, window_v = (tensor[:, unread:].transpose(1, 2).to(dtype) for tensor in window[:2])
     rows = q.transpose(1, 2).to(dtype)
+    rows = rows.view(*window_k.shape[:2], -1, rows.shape[3])  # [B, H, D] grouped by the heads of keys
     parts = [softmax_part(_scaled(rows, parameters.window_temperature), window_k, window_v, causal=False)]
     reads = state.reads
     if block.slots:
@@ -45,9 +50,9 @@ def decode(
         parts.append(
             softmax_part(_scaled(rows, parameters.state_temperature), reads.keys, reads.values, causal=False)
         )
-    output = join_parts(parts)[0].transpose(1, 2).to(q.dtype)
+    output = join_parts(parts)[0].reshape(q.shape).to(q.dtype)
     slots = (state.keys, state.values, state.radii, state.counts)
-    return output, KVMState(*slots, *window, plan.stop, reads)
+    return output, KVMState(*slots, *window, plan.stop, reads, room)
 
 
 def _slot_reads(state: KVMState, parameters: Parameters, settings: KVMSettings) -> SlotReads:

@@ -17,7 +17,7 @@ from models.kvm.memory import RoutedTokens, as_rows, grown
 from models.kvm.rewind import RewindableMemory, SlotTensors
 from models.kvm.softmax_part import softmax_part_backward
 from models.kvm.tokens import Tokens
-from models.kvm.workspace import WindowReads
+from models.kvm.workspace import BlockGroup, block_groups, window_of
 
 
 class ReadBackward:
@@ -30,20 +30,25 @@ class ReadBackward:
         self.output = output
         self.log_sum = log_sum
 
-    def block(self, block: Block, scale: Tensor | None) -> "BlockBackward":
+    def through_window(self, group: BlockGroup) -> "PartBackward":
         """Valid until the next call."""
-        local, dtype = self.queries.local(block), self.queries.dtype
-        return BlockBackward(
-            self.queries.scaled(block, scale),
-            self.grad_output[:, local].to(dtype).transpose(1, 2),
-            self.output[:, local].to(dtype).transpose(1, 2),
-            self.log_sum[:, :, local],
+        return self._of(group, self.queries.for_window(group))
+
+    def through_state(self, group: BlockGroup) -> "PartBackward":
+        """Valid until the next call."""
+        return self._of(group, self.queries.for_state(group))
+
+    def _of(self, group: BlockGroup, q: Tensor) -> "PartBackward":
+        local, dtype = self.queries.local(group), self.queries.dtype
+        grad_output, output = (
+            group.rows(tensor[:, local].to(dtype)) for tensor in (self.grad_output, self.output)
         )
+        return PartBackward(q, grad_output, output, group.rows_of_sums(self.log_sum[:, :, local]))
 
 
 @dataclass(frozen=True)
-class BlockBackward:
-    """The same for one block: [B, H, c, D] each, the log-sum-exp [B, H, c]."""
+class PartBackward:
+    """The same for one group of blocks: [b, H, c, D] each, the log-sum-exp [b, H, c]."""
 
     q: Tensor
     grad_output: Tensor
@@ -51,9 +56,8 @@ class BlockBackward:
     log_sum: Tensor
 
     def part(self, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the scaled queries, of the keys and of the values of one part, [B, ., H, D]."""
-        dq, dk, dv = softmax_part_backward(self.grad_output, self.q, k, v, self.output, self.log_sum, causal)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        """Gradients of the scaled queries, of the keys and of the values of one part, [b, H, ., D]."""
+        return softmax_part_backward(self.grad_output, self.q, k, v, self.output, self.log_sum, causal)
 
 
 class CallGradients:
@@ -70,38 +74,42 @@ class CallGradients:
         self.gate = None if tokens.gate is None else Tokens.zeros_like(tokens.gate, dtype)
         self.norm_weight = torch.zeros_like(tokens.norm.weight)
         self.norm_bias = torch.zeros_like(tokens.norm.bias)
+        self._heads = tokens.keys.local.shape[2]
         self._state_scale = _zeros_or_none(queries.state_scale)
         self._window_scale = _zeros_or_none(queries.window_scale)
 
     @property
     def state_temperature(self) -> Tensor | None:
-        return None if self._state_scale is None else self._state_scale.sum(dim=1)
+        return self._of_key_heads(self._state_scale)
 
     @property
     def window_temperature(self) -> Tensor | None:
-        return None if self._window_scale is None else self._window_scale.sum(dim=1)
+        return self._of_key_heads(self._window_scale)
 
-    def set_window_query(self, block: Block, grad: Tensor) -> None:
-        """The gradient [B, c, H, D] of a block's scaled queries through its window: comes first."""
-        held = self.q[:, self.queries.local(block)]
+    def _of_key_heads(self, scale: Tensor | None) -> Tensor | None:
+        return None if scale is None else scale.view(self._heads, -1).sum(dim=1)
+
+    def set_window_query(self, group: BlockGroup, grad: Tensor) -> None:
+        """The gradient [B, t, H, D] of a group's scaled queries through its window: comes first."""
+        held = self.q[:, self.queries.local(group)]
         if self.queries.window_scale is None:
             held.copy_(grad)
         else:
             torch.mul(grad, self.queries.window_scale, out=held)
-        self._add_scale(self._window_scale, block, grad)
+        self._add_scale(self._window_scale, group, grad)
 
-    def add_state_query(self, block: Block, grad: Tensor) -> None:
+    def add_state_query(self, group: BlockGroup, grad: Tensor) -> None:
         """The same through the state."""
-        held = self.q[:, self.queries.local(block)]
+        held = self.q[:, self.queries.local(group)]
         if self.queries.state_scale is None:
             held.add_(grad)
         else:
             held.addcmul_(grad, self.queries.state_scale)
-        self._add_scale(self._state_scale, block, grad)
+        self._add_scale(self._state_scale, group, grad)
 
-    def _add_scale(self, scale: Tensor | None, block: Block, grad: Tensor) -> None:
+    def _add_scale(self, scale: Tensor | None, group: BlockGroup, grad: Tensor) -> None:
         if scale is not None:
-            scale += grad.mul_(self.queries.block(block)).sum(dim=(0, 1))  # the last use of grad
+            scale += grad.mul_(self.queries.of(group)).sum(dim=(0, 1))  # the last use of grad
 
     def add_norm(self, weight: Tensor, bias: Tensor) -> None:
         self.norm_weight += weight
@@ -124,16 +132,33 @@ class WindowBackward:
         self._untouched = self.edge  # tokens before it were not added to yet
 
     def run(self, reads: ReadBackward, tokens: CallTokens, plan: Plan) -> None:
-        windows = WindowReads(tokens.keys, tokens.values, reads.queries.dtype)
-        for block in reversed(plan.blocks):
-            read = reads.block(block, reads.queries.window_scale)
-            grad_q = None
-            for start, k, v, causal in windows.parts(block):
-                dq, dk, dv = read.part(k, v, causal)
-                grad_q = dq if grad_q is None else grad_q.add_(dq)
-                self._add(start, dk, dv)
-            assert grad_q is not None, "a block reads itself"
-            self.gradients.set_window_query(block, grad_q)
+        batch = len(reads.output)
+        for group in reversed(list(block_groups(plan, batch))):
+            backward = reads.through_window(group)
+            k, v = (window_of(one, group, reads.queries.dtype) for one in (tokens.keys, tokens.values))
+            # In two parts, as causality of all keys would cost a mask over them; gradients need no join.
+            own, before = slice(group.reach, None), slice(group.reach)
+            grad_q, *own_grads = backward.part(k[:, :, own], v[:, :, own], causal=True)
+            before_grads = None
+            if group.reach:
+                dq, *before_grads = backward.part(k[:, :, before], v[:, :, before], causal=False)
+                grad_q += dq
+            self._add_windows(group, own_grads, before_grads)
+            self.gradients.set_window_query(group, group.tokens(grad_q))
+
+    def _add_windows(self, group: BlockGroup, own: list[Tensor], before: list[Tensor] | None) -> None:
+        """Add a group's gradients of keys and values, [b, H, c, D] of the blocks' own tokens and [b, H, t, D]
+        of those before them. Every token gets those of later blocks first."""
+        first, last, others = group.blocks[0], group.blocks[-1], len(group.blocks) - 1
+        length = last.stop - last.start
+        self._add(last.start, *(group.of_block(one, others).transpose(1, 2) for one in own))
+        if before is not None:
+            self._add(last.window_start, *(group.of_block(one, others).transpose(1, 2) for one in before))
+        if others:
+            for offset in range(0, group.reach, length):
+                rows = (one[:others, :, offset : offset + length] for one in before or ())
+                self._add(first.window_start + offset, *(_joined(one) for one in rows))
+            self._add(first.start, *(_joined(one[:others]) for one in own))
 
     def finish(self, later: tuple[Tensor, ...]) -> None:
         """Take the sums of the rank after for the tokens from `edge` on, and add to them what waited."""
@@ -145,6 +170,7 @@ class WindowBackward:
         self.waiting.clear()
 
     def _add(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        """Add rows [B, t, H, D] to the tokens from position `start` on."""
         now = min(max(self.edge - start, 0), dk.shape[1])
         first = min(max(self._untouched - start, 0), now)
         for gradient, rows in ((self.gradients.k, dk), (self.gradients.v, dv)):
@@ -182,9 +208,9 @@ class StateReads:
         if not block.slots:
             return None
         read = self.memory.normed.first(block.slots), self.memory.read.first(block.slots)
-        part = self.reads.block(block, self.reads.queries.state_scale)
-        dq, *grad_read = part.part(*read, causal=False)
-        gradients.add_state_query(block, dq)
+        alone = BlockGroup((block,))
+        dq, *grad_read = self.reads.through_state(alone).part(*read, causal=False)
+        gradients.add_state_query(alone, dq.transpose(1, 2))
         sent, grad_norm = self.memory.backward(*(_slots_first(grad) for grad in grad_read))
         gradients.add_norm(*grad_norm)
         return sent
@@ -221,7 +247,7 @@ class SlotGradient:
         dv = routed.weighted(grad_values)
         dg = None
         if routed.weight is not None:
-            dg = torch.linalg.vecdot(kbar, grad_keys) + torch.linalg.vecdot(values, grad_values)
+            dg = (kbar * grad_keys).addcmul_(values, grad_values).sum(dim=-1)
             dg = dg if routed.ungated is None else dg.masked_fill_(routed.ungated, 0)
         if tokens.settings.value_radius and routed.opens is not None:
             along = self._radius_share(routed, routed.opens)
@@ -241,9 +267,14 @@ class SlotGradient:
         return opening * per_length[..., None]
 
 
+def _joined(rows: Tensor) -> Tensor:
+    """[b, H, c, D] of blocks that follow each other as [1, b * c, H, D]."""
+    return rows.transpose(1, 2).flatten(0, 1)[None]
+
+
 def _slots_first(tensor: Tensor) -> Tensor:
-    """[B, m, H, D] to contiguous [m, B, H, D]."""
-    return tensor.transpose(0, 1).contiguous()
+    """[B, H, m, D] to contiguous [m, B, H, D]."""
+    return tensor.permute(2, 0, 1, 3).contiguous()
 
 
 def _zeros_or_none(tensor: Tensor | None) -> Tensor | None:

@@ -100,7 +100,11 @@ class ReadRows:
         self._stripe = torch.arange(batch * heads, device=sums.device).view(batch, 1, heads) * slots
 
     def set_first(self, rows: Tensor, scale: Tensor | None = None) -> None:
-        """Rows [m, B, H, D] of the first m slots, times a scale [m, B, H]."""
+        """Rows [m, B, H, D] of the first m slots, times a scale [m, B, H]; nobody writes to them any more."""
+        if len(rows) == self.tensor.shape[2]:  # few slots: slots first reads as fast, and spares a copy
+            rows = rows if scale is None else rows * scale[..., None]
+            self.tensor = rows.permute(1, 2, 0, 3)
+            return
         held, rows = self.tensor[:, :, : len(rows)], rows.permute(1, 2, 0, 3)
         if scale is None:
             held.copy_(rows)
@@ -109,6 +113,7 @@ class ReadRows:
 
     def set(self, slot: Tensor, rows: Tensor) -> None:
         """Rows [B * c * H, D] of slots [B, c, H]."""
+        self.tensor = self.tensor.contiguous()
         as_rows(self.tensor).index_copy_(0, (slot + self._stripe).view(-1), rows)
 
     def first(self, slots: int) -> Tensor:
@@ -166,18 +171,28 @@ def read_values(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tens
 
 def value_scale(sums: Tensor, magnitudes: Tensor, settings: KVMSettings) -> Tensor:
     """[...] what makes sums of values [..., D] the values that are read."""
-    if not settings.value_radius:
-        return magnitudes.reciprocal()
-    return magnitudes / torch.linalg.vector_norm(sums, dim=-1).clamp_min_(SMALLEST_NORM)
+    return scale_of(value_lengths(sums) if settings.value_radius else None, magnitudes)
+
+
+def value_lengths(sums: Tensor) -> Tensor:
+    """[...] of sums of values [..., D]."""
+    return torch.linalg.vector_norm(sums, dim=-1)
+
+
+def scale_of(lengths: Tensor | None, magnitudes: Tensor) -> Tensor:
+    """`value_scale` from the lengths of the sums, or of counts where there are none."""
+    return magnitudes.reciprocal() if lengths is None else magnitudes / lengths.clamp_min(SMALLEST_NORM)
 
 
 def read_values_backward(
-    grad: Tensor, sums: Tensor, magnitudes: Tensor, settings: KVMSettings
+    grad: Tensor, sums: Tensor, magnitudes: Tensor, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the sums and of the magnitudes (none for counts); `grad` is written over."""
-    if not settings.value_radius:
+    """Gradients of the sums and of the magnitudes (none for counts); `grad` is written over.
+
+    lengths: of the sums, or None where magnitudes are counts.
+    """
+    if lengths is None:
         return grad.div_(magnitudes[..., None]), torch.zeros_like(magnitudes)
-    lengths = torch.linalg.vector_norm(sums, dim=-1)
     along = torch.linalg.vecdot(grad, sums)
     clamped = lengths.clamp_min(SMALLEST_NORM)
     scale = magnitudes / clamped
@@ -206,7 +221,7 @@ def row_numbers(slot: Tensor) -> Tensor:
     """[B * c * H] rows of slots-first buffers for slots [B, c, H]."""
     batch, _, heads = slot.shape
     stripe = torch.arange(batch * heads, device=slot.device).view(batch, 1, heads)
-    return (slot * (batch * heads) + stripe).view(-1)
+    return torch.add(stripe, slot, alpha=batch * heads).view(-1)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Key-Value Means by definition: one function per equation of arXiv 2605.09877, under plain autograd.
 
 Slow, and the yardstick of every other backend. Inside, tensors are [B, H, T, D] in the accumulation dtype.
-Letters: B batch, H heads, D head width, m slots, C chunk.
+Letters: B batch, H heads, D head width, m slots, C chunk. Where several query heads read one head of keys,
+values and slots, H of all but queries and outputs is the number of those.
 """
 
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def read(
         keys = torch.cat([slot_keys, keys], dim=2)
         values = torch.cat([slot_values(slots, settings), values], dim=2)
         visible = torch.cat([visible.new_ones(len(visible), block.slots), visible], dim=1)
+    keys, values = (_for_each_query_head(tensor, queries.shape[1]) for tensor in (keys, values))
     scores = queries @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ values
 
@@ -188,6 +190,12 @@ def _norm(tensor: Tensor, parameters: Parameters) -> Tensor:
 
 def _tempered(keys: Tensor, temperature: Tensor | None) -> Tensor:
     return keys if temperature is None else keys * temperature
+
+
+def _for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """[B, h, t, D] as [B, H, t, D]: query head i reads head i // (H / h)."""
+    group = heads // tensor.shape[1]
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:

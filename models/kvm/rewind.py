@@ -10,9 +10,9 @@ from models.kvm.memory import (
     add_magnitudes,
     as_rows,
     grown,
-    read_values,
     read_values_backward,
-    value_scale,
+    scale_of,
+    value_lengths,
 )
 
 SlotTensors = tuple[Tensor, Tensor, Tensor]  # of S_K, S_V [m, B, H, D] and the magnitudes [m, B, H]
@@ -45,8 +45,8 @@ class RewindableMemory:
         self.normed, self.read = ReadRows(self.keys), ReadRows(self.values)
         normed, self._mean, self._deviation = self.norm.with_statistics(self.keys)
         self.normed.set_first(normed)
-        scale = value_scale(self.values, self.magnitudes, self.settings)
-        self.read.set_first(self.values, scale)
+        self._lengths = value_lengths(self.values) if self.settings.value_radius else None
+        self.read.set_first(self.values, scale_of(self._lengths, self.magnitudes))
 
     def undo(self) -> RoutedTokens:
         """Undo the newest fold; returns where its tokens went. Radii are fixed, counts are whole numbers."""
@@ -55,11 +55,12 @@ class RewindableMemory:
         if not self.settings.value_radius:
             magnitudes.index_add_(0, routed.rows, magnitudes.new_ones(len(routed.rows)), alpha=-1)
         normed, mean, deviation = self.norm.with_statistics(keys)
+        lengths = value_lengths(values) if self.settings.value_radius else None
         if routed.outnumber_slots:
-            self.keys, self.values, self._mean, self._deviation = keys, values, mean, deviation
+            self.keys, self.values = keys, values
+            self._mean, self._deviation, self._lengths = mean, deviation, lengths
             self.normed.set_first(normed)
-            scale = value_scale(values, self.magnitudes[: routed.slots], self.settings)
-            self.read.set_first(values, scale)
+            self.read.set_first(values, scale_of(lengths, self.magnitudes[: routed.slots]))
             return routed
         rows = routed.rows
         as_rows(self.keys).index_copy_(0, rows, keys)
@@ -67,7 +68,10 @@ class RewindableMemory:
         as_rows(self._mean).index_copy_(0, rows, mean)
         as_rows(self._deviation).index_copy_(0, rows, deviation)
         self.normed.set(routed.slot, normed)
-        self.read.set(routed.slot, read_values(values, magnitudes.index_select(0, rows), self.settings))
+        scale = scale_of(lengths, magnitudes.index_select(0, rows).view_as(mean[..., 0]))
+        self.read.set(routed.slot, values * scale[..., None])
+        if self._lengths is not None and lengths is not None:
+            self._lengths.view(-1).index_copy_(0, rows, lengths)
         return routed
 
     def backward(self, grad_normed: Tensor, grad_read: Tensor) -> tuple[SlotTensors, tuple[Tensor, Tensor]]:
@@ -77,5 +81,6 @@ class RewindableMemory:
         grad_keys, *grad_norm = self.norm.backward(
             grad_normed, self.keys[used], self._mean[used], self._deviation[used]
         )
-        grad_values = read_values_backward(grad_read, self.values[used], self.magnitudes[used], self.settings)
+        lengths = None if self._lengths is None else self._lengths[used]
+        grad_values = read_values_backward(grad_read, self.values[used], self.magnitudes[used], lengths)
         return (grad_keys, *grad_values), (grad_norm[0], grad_norm[1])

@@ -1,9 +1,14 @@
 """What a KVM layer keeps of the tokens it has seen."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from models.kvm.window_room import WindowRoom
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,9 @@ class SlotReads:
 class KVMState:
     """Slots and window after `position` tokens: enough to go on, by one token or by many.
 
-    Slots (m) are running sums in float32 (float64 for float64 inputs), sinks first. All of it carries
-    gradients. The window holds the tokens that are not folded in yet, or that the next block still reads.
+    Slots (m) are running sums in float32 (float64 for float64 inputs), sinks first; H are the heads of keys
+    and values. All of it carries gradients. The window holds the tokens that are not folded in yet, or that
+    the next block still reads.
     """
 
     keys: Tensor  # [B, H, m, D] sums of normed keys
@@ -42,6 +48,7 @@ class KVMState:
     window_gate: Tensor | None  # [B, W, H]; None when the layer has no merge gate
     position: int
     reads: SlotReads | None = field(default=None, repr=False, compare=False)
+    room: "WindowRoom | None" = field(default=None, repr=False, compare=False)  # in which the window may grow
 
     @property
     def magnitudes(self) -> Tensor:
@@ -49,6 +56,17 @@ class KVMState:
         magnitudes = self.radii if self.radii is not None else self.counts
         assert magnitudes is not None, "a state holds radii or counts"
         return magnitudes
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KVMState":
+        """The state with `function` applied to every tensor [B, ...] that it holds."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {
+            name: function(one) for name, one in held.items() if isinstance(one, Tensor)
+        }
+        reads = self.reads
+        if reads is not None:
+            reads = replace(reads, keys=function(reads.keys), values=function(reads.values))
+        return replace(self, **changed, reads=reads, room=None)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -49,17 +49,17 @@ class Snapshots:
             RADIUS=call.settings.value_radius,
             SNAPSHOT=segment.slots > 0,
             KEEP=keep and segment.slots > 0,
-            **call.folding,
+            **call.following,
         )  # fmt: skip
 
 
 def attend(call: Operands, routes: Routes, boundary: SlotTensors) -> tuple[Tensor, Tensor, SlotTensors]:
-    """Output [B, T, H, D], its log-sum-exp [B * H, T], and the slots [rows, S, .] after the last fold.
+    """Output, as the queries, its log-sum-exp [query rows, T], and the slots [rows, S, .] after all folds.
 
     boundary: [rows, m, .] before the call.
     """
     output = torch.empty_like(call.q)
-    log_sum = call.norm_weight.new_empty(call.rows, call.queries)
+    log_sum = call.norm_weight.new_empty(call.query_rows, call.queries)
     keys, values, magnitudes = (grown(tensor, call.plan.slots_stop) for tensor in boundary)
     # Per slot: what queries read, and at most one prepared key of the fold before, in float32.
     cut = Cut.fit(call, call.width * (2 * call.q.element_size() + 4), 0, STATES_BYTES)
@@ -91,7 +91,7 @@ def _read(call: Operands, states: Snapshots, output: Tensor, log_sum: Tensor) ->
     blocks = call.tables.blocks[states.segment.blocks]
     launch(
         read_kernel,
-        (len(blocks) * call.tiles(chunk, tile.block_m), states.rows),
+        (len(blocks) * call.tiles(chunk, tile.block_m), states.rows * call.group),
         (
             call.q, call.k, call.v, states.keys, states.values, call.state_temperature,
             call.window_temperature, output, log_sum, blocks, states.segment.first, states.segment.slots,
@@ -100,6 +100,7 @@ def _read(call: Operands, states: Snapshots, output: Tensor, log_sum: Tensor) ->
         tile,
         call.target,
         TEMPERED=call.tempered,
+        GROUP=call.group,
         C=chunk,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -44,7 +44,7 @@ class Compiled:
     kernel: str
     target: str
     registers: int  # of a thread; AMD: vector registers, accumulators included
-    spills: int  # bytes of stack (NVIDIA) or registers (AMD) that did not fit
+    spills: int  # loads and stores of what did not fit (NVIDIA), or registers that did not fit (AMD)
     shared_bytes: int
     warps: int
     instructions: int  # lines of machine code
@@ -74,7 +74,7 @@ def compile_launch(launch: Launch) -> Compiled:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """The kernel as a launch would specialise it: on sizes of 1, and on multiples of 16."""
+    """The kernel as a launch would specialise it: on pointers that are multiples of 16, and no number."""
     names = launch.kernel.arg_names
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -82,15 +82,11 @@ def _source(launch: Launch) -> ASTSource:
     for i, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
         if isinstance(value, Tensor):
             signature[name] = "*" + ELEMENT_NAMES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
-            signature[name] = "constexpr"
-            constants[(i,)] = 1
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
-            attributes[(i,)] = [["tt.divisibility", 16]]
     for i, name in enumerate(names[len(launch.arguments) :], len(launch.arguments)):
         signature[name] = "constexpr"
         constants[(i,)] = launch.constants[name]
@@ -98,16 +94,25 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _cuda_usage(built: Any) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, from the tool that ships beside Triton's compiler."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Registers of a thread, and loads and stores of its stack, from tools that ship beside the compiler.
+
+    A stack of which nothing is loaded or stored costs nothing: ptxas reserves a few bytes at times.
+    """
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, f"cuobjdump says {usage!r}"
-    return int(found[1]), int(found[2])
+        usage = _said([str(folder / "cuobjdump"), "-res-usage", file.name])
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, f"cuobjdump says {usage!r}"
+        if found[2] == "0":
+            return int(found[1]), 0
+        code = _said([str(folder / "nvdisasm"), file.name])
+    return int(found[1]), len(re.findall(r"\b(?:STL|LDL)\b", code))
+
+
+def _said(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _hip_usage(text: str) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """One token after a state, without gradients: nothing of the state is copied unless a chunk is folded in."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -10,51 +8,50 @@ from models.kvm.kernels.attend import walk_to_end
 from models.kvm.kernels.jit.decode import decode_kernel, join_pieces_kernel
 from models.kvm.kernels.launch import launch
 from models.kvm.kernels.operands import Operands, SlotTensors
+from models.kvm.window_room import WindowRoom
 
 # Programs that keep any GPU busy: rows are cut into so many pieces of their keys.
 PROGRAMS = 1024
 
 
-@dataclass(frozen=True)
-class Decoded:
-    output: Tensor  # [B, 1, H, D]
-    slots: SlotTensors  # [rows, m, .] after the token
-
-
-def decode(call: Operands, boundary: SlotTensors) -> Decoded:
-    """The call's one token, after slots [rows, m, .]."""
+def fold_in(call: Operands, slots: SlotTensors) -> SlotTensors:
+    """The slots [rows, m, .] after the folds of a call of one token."""
     (block,) = call.plan.blocks
-    slots = boundary
-    if call.plan.folds:
-        assert not (block.slots and call.plan.closing), "one token both reads slots and opens more"
-        slots = walk_to_end(call, advance(call, boundary[0])[0], boundary)
-    slots = slots[0].contiguous(), slots[1].contiguous(), slots[2].contiguous()
-    first_key = block.window_start - (block.stop - call.tokens)
-    return Decoded(_read(call, slots, block.slots, first_key), slots)
+    assert not (block.slots and call.plan.closing), "one token both reads slots and opens more"
+    return walk_to_end(call, advance(call, slots[0])[0], slots)
 
 
-def _read(call: Operands, slots: SlotTensors, read: int, first_key: int) -> Tensor:
-    tile = call.tile("decode")
-    keys = read + call.tokens - first_key
-    most = call.tiles(keys, tile.block_n)
-    per_piece = call.tiles(most, max(1, min(most, PROGRAMS // call.rows))) * tile.block_n
-    pieces = call.tiles(keys, per_piece)
-    partial = call.norm_weight.new_empty(pieces, call.rows, call.width + 2)
-    output = torch.empty_like(call.q)
+def decode(token: Operands, slots: SlotTensors, window: WindowRoom, held: int, keep: bool) -> Tensor:
+    """Output [B, 1, group * H, D] of a token after slots [rows, m, .] and `held` tokens of the window.
+
+    token: of a call that was handed nothing from before it. keep: write it behind the window's tokens.
+    """
+    (block,), tile = token.plan.blocks, token.tile("decode")
+    keys = max(block.slots + held, 1)
+    most = token.tiles(keys, tile.block_n)
+    per_piece = token.tiles(most, max(1, min(most, PROGRAMS // token.query_rows))) * tile.block_n
+    pieces = token.tiles(keys, per_piece)
+    partial = token.norm_weight.new_empty(pieces, token.query_rows, token.width + 2)
+    output = torch.empty_like(token.q)
     launch(
         decode_kernel,
-        (pieces, call.rows),
+        (pieces, token.query_rows),
         (
-            call.q, *slots, call.k, call.v, call.norm_weight, call.norm_bias, call.state_temperature,
-            call.window_temperature, partial, read, slots[0].shape[1], first_key, call.tokens, call.heads,
-            per_piece, call.scale,
+            token.q, *slots, window.keys, window.values, window.keys if window.gate is None else window.gate,
+            token.k, token.v, token.gate_or_any, token.norm_weight, token.norm_bias, token.state_temperature,
+            token.window_temperature, partial, block.slots, slots[0].shape[1], held, window.keys.shape[1],
+            token.heads, per_piece, token.scale,
         ),
         tile,
-        call.target,
-        TEMPERED=call.tempered,
-        RADIUS=call.settings.value_radius,
+        token.target,
+        TEMPERED=token.tempered,
+        RADIUS=token.settings.value_radius,
+        GATE=token.gate is not None,
+        KEEP=keep,
+        GROUP=token.group,
         BLOCK_N=tile.block_n,
-        **call.widths,
+        **token.widths,
     )  # fmt: skip
-    launch(join_pieces_kernel, (call.rows,), (partial, output, pieces), tile, call.target, **call.widths)
+    grid = (token.query_rows,)
+    launch(join_pieces_kernel, grid, (partial, output, pieces), tile, token.target, **token.widths)
     return output

@@ -1,11 +1,12 @@
 """The backward of one call: reads of all blocks at once, then sums over later blocks, last block first."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from models.kvm.kernels import tuning
 from models.kvm.kernels.advance import Routes
 from models.kvm.kernels.attend import Snapshots, walk
 from models.kvm.kernels.jit.keys import prepare_keys_backward_kernel
@@ -28,28 +29,28 @@ class Saved:
 
     routes: Routes
     boundary: SlotTensors  # [rows, m, .] before the call
-    output: Tensor  # [B, T, H, D]
-    log_sum: Tensor  # [rows, T]
+    output: Tensor  # [B, T, group * H, D]
+    log_sum: Tensor  # [query rows, T]
 
 
 class Gradients:
     """Filled by `window` and `states`; float32 but for dq. Key places as in `Operands`."""
 
     def __init__(self, call: Operands, saved: Saved, grad_output: Tensor) -> None:
-        """grad_output: [B, T, H, D] contiguous, in the dtype of q."""
+        """grad_output: as q, contiguous, in its dtype."""
         self.call, self.saved, self.grad_output = call, saved, grad_output
         float32 = call.norm_weight
         self.q = torch.empty_like(call.q)
         self.k, self.v = (float32.new_zeros(call.k.shape) for _ in range(2))
         self.gate = None if call.gate is None else float32.new_zeros(call.gate.shape)
         self.norm = float32.new_zeros(2, call.width)
-        self._temperatures = float32.new_zeros(call.rows, 2)
-        self._delta = float32.new_empty(call.rows, call.queries)
+        self.row_temperatures = float32.new_zeros(call.query_rows, 2)  # of the state's and the window's
+        self._delta = float32.new_empty(call.query_rows, call.queries)
         tile = call.tile("rows")
         launch(
             delta_kernel,
-            (call.tiles(call.queries, tile.block_m), call.rows),
-            (saved.output, grad_output, self._delta, call.heads, call.queries),
+            (call.tiles(call.queries, tile.block_m), call.query_rows),
+            (saved.output, grad_output, self._delta, call.heads * call.group, call.queries),
             tile,
             call.target,
             BLOCK=tile.block_m,
@@ -59,7 +60,8 @@ class Gradients:
     @property
     def temperatures(self) -> Tensor:
         """[H, 2] of the state's and the window's."""
-        return self._temperatures.view(-1, self.call.heads, 2).sum(dim=0)
+        of_queries = self.row_temperatures.view(-1, self.call.heads * self.call.group, 2).sum(dim=0)
+        return of_queries.view(self.call.heads, -1, 2).sum(dim=1)
 
     def window(self, begin: int, end: int) -> None:
         """Add to dk, dv of the keys [begin, end) what this call's queries send through the window."""
@@ -80,23 +82,26 @@ class Gradients:
             tile,
             call.target,
             TEMPERED=call.tempered,
+            GROUP=call.group,
             C=chunk,
             WINDOW_CHUNKS=call.settings.window_chunks,
+            AGAIN=tuning.multiplies_without_units(call.target, call.shape),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             PRECISION=call.precision,
             **call.widths,
         )  # fmt: skip
 
-    def states(self, later: Callable[[], SlotTensors]) -> SlotTensors:
+    def states(self, groups: int = 1) -> Generator[None, SlotTensors, SlotTensors]:
         """dq, what reads send to the slots, and the tokens' shares; returns the gradient of the state before.
 
-        later: the gradient [rows, S, .] of the state after the call, asked for once, as late as possible.
+        Yields once, as late as possible, to be sent the gradient [rows, S, .] of the state after the call.
+        groups: how many such passes lie in memory at once.
         """
         call, boundary = self.call, self.saved.boundary
         # Per slot: what queries read; in float32 the sums, a prepared key, and the gradients of both.
         bytes_per_slot = call.width * (2 * call.q.element_size() + 6 * 4)
-        cut = Cut.fit(call, bytes_per_slot, call.width * 8, STATES_BYTES)
+        cut = Cut.fit(call, bytes_per_slot, call.width * 8, STATES_BYTES // groups)
         running: SlotTensors | None = None
         for row, rows in cut.groups(call):
             group = (row, rows)
@@ -106,7 +111,7 @@ class Gradients:
                 self._queries(states)
                 sent = self._slots(states)
                 if running is None:
-                    keys, values, magnitudes = (tensor.clone() for tensor in later())
+                    keys, values, magnitudes = (tensor.clone() for tensor in (yield))
                     running = keys, values, magnitudes
                 of_group = tuple(tensor[row : row + rows] for tensor in running)
                 self._share_out(states, sent, (of_group[0], of_group[1], of_group[2]))
@@ -118,10 +123,11 @@ class Gradients:
         call, tile = self.call, self.call.tile("read_backward_queries")
         blocks = call.tables.blocks[states.segment.blocks]
         programs = len(blocks) * call.tiles(call.settings.chunk, tile.block_m)
-        shares = self.norm.new_empty(programs, states.rows, 2)
+        rows = states.rows * call.group
+        shares = self.norm.new_empty(programs, rows, 2)
         launch(
             read_backward_queries_kernel,
-            (programs, states.rows),
+            (programs, rows),
             (
                 call.q, call.k, call.v, states.keys, states.values, call.state_temperature,
                 call.window_temperature, self.grad_output, self.saved.log_sum, self._delta, self.q, shares,
@@ -131,13 +137,15 @@ class Gradients:
             tile,
             call.target,
             TEMPERED=call.tempered,
+            GROUP=call.group,
             C=call.settings.chunk,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             PRECISION=call.precision,
             **call.widths,
         )  # fmt: skip
-        self._temperatures[states.first_row : states.first_row + states.rows] += shares.sum(dim=0)
+        first = states.first_row * call.group
+        self.row_temperatures[first : first + rows] += shares.sum(dim=0)
 
     def _slots(self, states: Snapshots) -> SlotTensors:
         """What each snapshot's reader sends to it, [snapshots, rows, slots, .]."""
@@ -156,15 +164,16 @@ class Gradients:
             read_backward_slots_kernel,
             grid,
             (
-                call.q, states.kept_keys, states.kept_values, states.kept_magnitudes, call.norm_weight,
-                call.norm_bias, call.state_temperature, self.grad_output, self.saved.log_sum, self._delta,
-                *sent, shares, blocks, states.segment.first, states.segment.slots, states.first_row,
-                call.heads, call.queries, call.scale,
+                call.q, states.keys, states.values, states.kept_keys, states.kept_values,
+                states.kept_magnitudes, call.norm_weight, call.state_temperature, self.grad_output,
+                self.saved.log_sum, self._delta, *sent, shares, blocks, states.segment.first,
+                states.segment.slots, states.first_row, call.heads, call.queries, call.scale,
             ),
             tile,
             call.target,
             TEMPERED=call.tempered,
             RADIUS=call.settings.value_radius,
+            GROUP=call.group,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             PRECISION=call.precision,
@@ -189,7 +198,7 @@ class Gradients:
             call.target,
             BLOCK=tile.block_m,
             RADIUS=call.settings.value_radius,
-            **call.folding,
+            **call.following,
         )  # fmt: skip
         self._keys(grad_kbar, segment.folds, states.first_row)
 

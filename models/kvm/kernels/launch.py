@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from models.kvm.kernels.tuning import OTHER_CUDA, OTHER_HIP, TARGETS, Target, Tile
+from models.kvm.kernels.tuning import OTHER_CUDA, OTHER_HIP, TARGETS, Kernel, Target, Tile, kernel_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Launch:
 
 
 _one_at_a_time = threading.Lock()  # the interpreter keeps its place in globals
+Observer = Callable[[Kernel, Callable[[], None]], None]  # is given whose launch it is, and starts it
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _recording: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("recording", default=None)
 
 
@@ -39,6 +41,16 @@ def recorded_launches(target: Target) -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recording.reset(token)
+
+
+@contextmanager
+def observed_launches(observer: Observer) -> Iterator[None]:
+    """Launches inside go through `observer`, which may clock them."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def interpreted() -> bool:
@@ -58,6 +70,16 @@ def current_target(device: torch.device) -> Target:
             "Python starts to run kernels slowly on the CPU; else use backend='torch'"
         )
     return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def refused_by_compiler(error: Exception) -> bool:
+    """Whether a launch failed because its tile does not compile or fit, which harms nothing."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, (CompilationError, OutOfResources, PTXASError)):
+        return True
+    return type(error) is RuntimeError and "PassManager" in str(error)
 
 
 @lru_cache(maxsize=64)
@@ -83,5 +105,13 @@ def launch(
     if recording is not None:
         recording[1].append(Launch(kernel, grid, arguments, constants, tile, target))
         return
-    with _one_at_a_time if target.backend == "interpreter" else nullcontext():
-        kernel[grid](*arguments, **constants, **tile.options(target))
+    observer = _observer.get()
+
+    def start() -> None:
+        with _one_at_a_time if target.backend == "interpreter" else nullcontext():
+            kernel[grid](*arguments, **constants, **tile.options(target))
+
+    if observer is None:
+        start()
+    else:
+        observer(kernel_of(kernel.__name__), start)

@@ -1,6 +1,7 @@
 """What all passes of one call share: its tensors as kernels want them, its tables, and its constants."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from models.kvm.kernels import tuning
 from models.kvm.kernels.jit.keys import norm_slots_kernel, prepare_keys_kernel
 from models.kvm.kernels.launch import current_target, launch
 from models.kvm.kernels.tables import Tables, tables_of
-from models.kvm.kernels.tuning import Kernel, Shape, Target, Tile
+from models.kvm.kernels.tuning import SMALLEST_DOT, Kernel, Shape, Target, Tile
 from models.kvm.layout import KVMSettings, Plan
 
 SlotTensors = tuple[Tensor, Tensor, Tensor]  # S_K, S_V [rows, m, D] and the magnitudes [rows, m]
@@ -18,9 +19,13 @@ SlotTensors = tuple[Tensor, Tensor, Tensor]  # S_K, S_V [rows, m, D] and the mag
 
 @dataclass(frozen=True)
 class Operands:
-    """Contiguous tensors of one call. A row is a head of a batch entry: B * H of them."""
+    """Contiguous tensors of one call.
 
-    q: Tensor  # [B, T, H, D]
+    A row is a head of a batch entry: B * H of them. A query row is a head of its queries; those of one row
+    follow each other, `group` of them.
+    """
+
+    q: Tensor  # [B, T, group * H, D]
     k: Tensor  # [B, t, H, D], the tokens before the call that it was handed included
     v: Tensor  # [B, t, H, D]
     gate: Tensor | None  # [B, t, H]
@@ -31,9 +36,13 @@ class Operands:
     tempered: bool  # False: both are ones
     settings: KVMSettings
     plan: Plan
-    tables: Tables
     target: Target
     shape: Shape
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Made when they are asked for: a token that folds nothing needs none."""
+        return tables_of(self.plan, self.tokens - self.queries, self.q.device)
 
     @property
     def queries(self) -> int:
@@ -45,7 +54,11 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        return self.q.shape[2]
+        return self.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.heads
 
     @property
     def width(self) -> int:
@@ -54,6 +67,10 @@ class Operands:
     @property
     def rows(self) -> int:
         return self.q.shape[0] * self.heads
+
+    @property
+    def query_rows(self) -> int:
+        return self.rows * self.group
 
     @property
     def folds(self) -> int:
@@ -85,15 +102,24 @@ class Operands:
 
     @property
     def folding(self) -> dict[str, Any]:
-        """Constants of the kernels that follow tokens to their slots."""
-        chunk, switches = self.settings.chunk, self.settings
+        """Constants of the kernels that bring tokens to their slots."""
+        switches = self.settings
         return {
-            "C": chunk,
-            "STEPS": chunk.bit_length(),
+            "C": switches.chunk,
             "GATE": self.gate is not None,
             "SWITCHES": int(switches.gate_appends) + 2 * int(switches.gate_first_state),
             **self.widths,
         }
+
+    @property
+    def padded_chunk(self) -> int:
+        """BLOCK_C of kernels that hold something of every token of a chunk."""
+        return max(SMALLEST_DOT, 1 << (self.settings.chunk - 1).bit_length())
+
+    @property
+    def following(self) -> dict[str, Any]:
+        """Constants of the kernels that follow sorted tokens to their slots, fold after fold."""
+        return {"STEPS": self.settings.chunk.bit_length(), **self.folding}
 
     def prepare_keys(self, folds: range, row0: int, rows: int) -> Tensor:
         """[rows, folds, C, D] kbar of the tokens of some folds, zeros where a fold is short."""
@@ -144,9 +170,9 @@ def operands(
     target = current_target(q.device)
     if target.backend == "interpreter" and q.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter multiplies bfloat16 wrongly; want float32 or float16 in it")
-    keys_before = 0 if keys[0] is None else keys[0].shape[1]
     joined_gate = None if gate[1] is None else _joined(gate[0], gate[1])
-    ones = norm[0].new_ones(q.shape[2])
+    given = [one is not None for one in temperatures]
+    ones = norm[0].new_ones(keys[1].shape[2]) if any(given) else norm[0]  # a pointer that is never read
     return Operands(
         q.contiguous(),
         _joined(*keys),
@@ -156,10 +182,9 @@ def operands(
         norm[1].contiguous(),
         ones if temperatures[0] is None else temperatures[0].contiguous(),
         ones if temperatures[1] is None else temperatures[1].contiguous(),
-        temperatures != (None, None),
+        any(given),
         settings,
         plan,
-        tables_of(plan, keys_before, q.device),
         target,
         Shape(q.shape[3], q.element_size()),
     )

@@ -1,18 +1,21 @@
 """What the kernels ask of a GPU, without one: the compiler's numbers, and the least time there can be."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 
 import torch
 
 from models.kvm.kernels.compile import Compiled, compile_launch
 from models.kvm.kernels.roofline import RooflineRow, roofline
-from models.kvm.kernels.samples import sample_launches
+from models.kvm.kernels.samples import ShapeClass, sample_launches
 from models.kvm.kernels.tuning import TARGETS, Target
 
-__all__ = ["CompileRow", "RooflineRow", "compile_report", "roofline"]
+__all__ = ["CompileRow", "RooflineRow", "ShapeClass", "compile_report", "roofline", "shape_classes"]
 
 GPU_NAMES = tuple(name for name, target in TARGETS.items() if target.backend != "interpreter")
+PUBLISHED = (torch.bfloat16, 128)  # inputs and head width of arXiv 2605.09877, Section 5
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class CompileRow:
     target: str
     dtype: str
     width: int
+    chunk: int
     registers: int
     spills: int
     shared_bytes: int
@@ -35,27 +39,62 @@ class CompileRow:
         return asdict(self)
 
 
+def shape_classes(every: bool = True) -> list[ShapeClass]:
+    """Those that take every row of `tuning.py`, slowest to compile first; False: the published shape alone.
+
+    Chunks of 512 and float16, which share their rows with others, come once for each vendor.
+    """
+    published = [ShapeClass(name, *PUBLISHED) for name in GPU_NAMES]
+    if not every:
+        return published
+    others = [
+        ShapeClass(name, dtype, width)
+        for dtype, width in (
+            (torch.float32, 128),
+            (torch.float32, 256),
+            (torch.bfloat16, 256),
+            (torch.float32, 64),
+            (torch.bfloat16, 64),
+        )
+        for name in GPU_NAMES
+    ]
+    for name in ("sm_90", "gfx942"):
+        others += [ShapeClass(name, torch.float16, 128), ShapeClass(name, *PUBLISHED, chunk=512)]
+    return [*others, *published]
+
+
 def compile_report(
-    targets: Iterable[str] = GPU_NAMES,
-    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float32),
-    widths: Iterable[int] = (64, 128, 256),
+    classes: Sequence[ShapeClass],
+    workers: int,
+    finished: Callable[[ShapeClass], None] = lambda _: None,
 ) -> list[CompileRow]:
-    """Compiles every kernel for every target and shape class: minutes on one core."""
-    rows = []
-    for name in targets:
-        for dtype in dtypes:
-            for width in widths:
-                for launch in sample_launches(TARGETS[name], dtype, width):
-                    rows.append(_row(compile_launch(launch), TARGETS[name], dtype, width))
-    return rows
+    """Every kernel of some shape classes, in their order: about 15 seconds a class on one core."""
+    found: dict[ShapeClass, list[CompileRow]] = {}
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(compile_class, one): one for one in classes}
+        for done in as_completed(waiting):
+            found[waiting[done]] = done.result()
+            finished(waiting[done])
+    return [row for one in classes for row in found[one]]
 
 
-def _row(compiled: Compiled, target: Target, dtype: torch.dtype, width: int) -> CompileRow:
+def compile_class(one: ShapeClass) -> list[CompileRow]:
+    return list(_rows(one))
+
+
+def _rows(one: ShapeClass) -> Iterator[CompileRow]:
+    target = TARGETS[one.target]
+    for launch in sample_launches(target, one.dtype, one.width, one.chunk):
+        yield _row(compile_launch(launch), target, one)
+
+
+def _row(compiled: Compiled, target: Target, one: ShapeClass) -> CompileRow:
     return CompileRow(
         compiled.kernel,
         compiled.target,
-        str(dtype).removeprefix("torch."),
-        width,
+        str(one.dtype).removeprefix("torch."),
+        one.width,
+        one.chunk,
         compiled.registers,
         compiled.spills,
         compiled.shared_bytes,
@@ -75,7 +114,7 @@ def occupancy(compiled: Compiled, target: Target) -> float:
         waves = min(8, 512 // _rounded_up(max(compiled.registers, 1), 8))
         by_registers = 4 * waves // compiled.warps
         most, reserved = 32, 0  # waves of a compute unit, eight on each of four SIMDs
-    by_shared = (target.shared_bytes + reserved) // (compiled.shared_bytes + max(reserved, 1))
+    by_shared = (target.shared_bytes + reserved) // max(compiled.shared_bytes + reserved, 1)
     programs = min(by_registers, by_shared, most // compiled.warps)
     return programs * compiled.warps / most
 

@@ -134,7 +134,7 @@ class _Work:
 
     def _slots(self) -> tuple[float, float, float]:
         sums = self._slot_reads * self.width * 4 * FLOAT32_BYTES  # read S_K and S_V, write their gradients
-        return 8 * self._state_pairs * self.width, 0, self._call_bytes(2) + sums
+        return 8 * self._state_pairs * self.width, 0, self._call_bytes(2) + self._state_bytes() + sums
 
     def _window(self) -> tuple[float, float, float]:
         gradients = 2 * self._tokens * self.width * FLOAT32_BYTES
@@ -148,6 +148,13 @@ class _Work:
             8 * folded + 2 * self._slot_reads * self.width,
             sent + folded * (self.element + 4 * FLOAT32_BYTES),
         )
+
+
+def kernel_work(
+    plan: Plan, settings: KVMSettings, width: int, element_bytes: int
+) -> dict[str, tuple[float, float, float]]:
+    """Of one row (a head of a batch entry), per kernel: (operations of inputs' dtype, of float32, bytes)."""
+    return dict(_Work(plan, settings, width, element_bytes))
 
 
 def roofline(
@@ -164,7 +171,7 @@ def roofline(
     """Every kernel of one forward and backward, and of one token decoded after it, on every device."""
     settings = KVMSettings(budget, chunk, window_chunks)
     rows = batch * heads
-    work = dict(_Work(plan_call(settings, 0, tokens), settings, width, element_bytes))
+    work = kernel_work(plan_call(settings, 0, tokens), settings, width, element_bytes)
     work["decode"] = _decode(plan_call(settings, 0, tokens + 1), width, element_bytes)
     found = []
     for device in DEVICES.values():

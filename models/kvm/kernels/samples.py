@@ -1,65 +1,104 @@
 """The launches of calls that never run: what is compiled ahead of time, and reported."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from models.budget import FixedBudget, PowerLawBudget, SlotBudget
 from models.kvm.kernels.launch import Launch, recorded_launches
 from models.kvm.kernels.tuning import Target
-from models.kvm.layout import KVMSettings
-from models.kvm.reference import Parameters
+from models.kvm.ops import kvm_attention
 from models.kvm.state import KVMState
-from models.kvm.triton_backend import kvm_triton
-from parallel.sequence.context import NoExchange
 
-HEADS, CHUNK, WINDOW_CHUNKS = 16, 256, 2
+HEADS, WINDOW_CHUNKS = 16, 2
 
 
-def sample_launches(target: Target, dtype: torch.dtype, width: int) -> list[Launch]:
-    """Forward, backward and decoding at the paper's C=256, n=2: every kernel of one shape class.
+@dataclass(frozen=True)
+class ShapeClass:
+    """Calls that launch the same kernels with the same rows on one target."""
+
+    target: str
+    dtype: torch.dtype
+    width: int
+    chunk: int = 256
+
+    def __str__(self) -> str:
+        return f"{self.target} {str(self.dtype).removeprefix('torch.')} D={self.width} C={self.chunk}"
+
+
+def sample_launches(target: Target, dtype: torch.dtype, width: int, chunk: int = 256) -> list[Launch]:
+    """Forward, backward and decoding with n=2: every kernel of one shape class.
 
     Each kernel comes once per set of constants; a growing and a fixed budget route differently.
     """
+    calls = _Calls(dtype, width, chunk)
     with recorded_launches(target) as recorded:
-        for budget in (PowerLawBudget(), FixedBudget()):
-            _train(budget, dtype, width)
-        for tokens in (1, CHUNK):
-            _go_on(tokens, dtype, width)
+        for budget in (PowerLawBudget(), FixedBudget(slots=chunk)):
+            calls.train(budget)
+        for tokens in (1, chunk):
+            calls.go_on(tokens)
     launches: dict[tuple[object, ...], Launch] = {}
     for launch in recorded:
         launches.setdefault((launch.kernel.__name__, *sorted(launch.constants.items())), launch)
     return list(launches.values())
 
 
-def settings(budget: SlotBudget, width: int) -> KVMSettings:
-    return KVMSettings(budget, CHUNK, WINDOW_CHUNKS, rotary_dims=width // 2)
+@dataclass(frozen=True)
+class _Calls:
+    dtype: torch.dtype
+    width: int
+    chunk: int
 
+    @property
+    def _position(self) -> int:
+        return 4 * self.chunk + 100
 
-def _parameters(width: int) -> Parameters:
-    def empty(count: int) -> Tensor:
-        return torch.empty(count).requires_grad_()
+    def _tokens(self, count: int) -> dict[str, Tensor]:
+        shape = (1, count, HEADS, self.width)
+        tokens = {name: torch.empty(shape, dtype=self.dtype) for name in ("q", "k", "v")}
+        return {**tokens, "merge_gate": torch.empty(shape[:3], dtype=self.dtype)}
 
-    return Parameters(empty(width), empty(width), empty(HEADS), empty(HEADS))
+    def _call(self, budget: SlotBudget, tokens: dict[str, Tensor], **more: Any) -> Tensor:
+        """With gradients, where those are on."""
+        parameters = {
+            "key_norm_weight": torch.empty(self.width),
+            "key_norm_bias": torch.empty(self.width),
+            "state_temperature": torch.empty(HEADS),
+            "window_temperature": torch.empty(HEADS),
+        }
+        arguments: dict[str, Any] = {
+            name: tensor.requires_grad_() for name, tensor in (tokens | parameters).items()
+        }
+        output, _ = kvm_attention(
+            **arguments,
+            budget=budget,
+            chunk=self.chunk,
+            window_chunks=WINDOW_CHUNKS,
+            rotary_dims=self.width // 2,
+            backend="triton",
+            **more,
+        )
+        return output
 
+    def train(self, budget: SlotBudget) -> None:
+        output = self._call(budget, self._tokens(self._position))
+        output.backward(torch.empty_like(output))
 
-def _tokens(count: int, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = (1, count, HEADS, width)
-    q, k, v = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(3))
-    return q, k, v, torch.empty(shape[:3], dtype=dtype).requires_grad_()
-
-
-def _train(budget: SlotBudget, dtype: torch.dtype, width: int) -> None:
-    tokens = _tokens(4 * CHUNK + 100, dtype, width)
-    output, _ = kvm_triton(*tokens, _parameters(width), settings(budget, width), None, False, NoExchange(), 0)
-    output.backward(torch.empty_like(output))
-
-
-def _go_on(tokens: int, dtype: torch.dtype, width: int) -> None:
-    """Without gradients, after a state."""
-    position = 4 * CHUNK + 100
-    slots = torch.empty(1, HEADS, CHUNK, width)
-    _, keys, values, gate = _tokens(position - 3 * CHUNK, dtype, width)
-    state = KVMState(slots, slots, slots[..., 0].contiguous(), None, keys, values, gate, position)
-    given, parameters = _tokens(tokens, dtype, width), _parameters(width)
-    with torch.no_grad():
-        kvm_triton(*given, parameters, settings(FixedBudget(), width), state, True, NoExchange(), 0)
+    def go_on(self, tokens: int) -> None:
+        """Without gradients, after a state."""
+        slots = torch.empty(1, HEADS, self.chunk, self.width)
+        window = self._tokens(self._position - 3 * self.chunk)
+        state = KVMState(
+            slots,
+            slots,
+            slots[..., 0].contiguous(),
+            None,
+            window["k"],
+            window["v"],
+            window["merge_gate"],
+            self._position,
+        )
+        with torch.no_grad():
+            self._call(FixedBudget(slots=self.chunk), self._tokens(tokens), state=state, return_state=True)

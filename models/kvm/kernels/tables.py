@@ -9,6 +9,8 @@ from torch import Tensor
 
 from models.kvm.layout import Plan
 
+MOST_SNAPSHOTS = 2**15  # of a segment: its blocks are an axis of a grid, which holds fewer than 2**16
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -49,7 +51,7 @@ class Tables:
             stop, slots = first + 1, self.snapshot_slots[first]
             while stop < len(self.snapshot_slots):
                 wider = max(slots, self.snapshot_slots[stop])
-                if wider * (stop + 1 - first) > most_slots:
+                if wider * (stop + 1 - first) > most_slots or stop - first == MOST_SNAPSHOTS:
                     break
                 stop, slots = stop + 1, wider
             readers = (bisect_left(self.snapshot_of_block, edge) for edge in (first, stop))

@@ -2,16 +2,20 @@
 
 Ranks that timed kernels themselves would choose different rows, and results would differ between them. A row
 is taken when its shape class matches and its estimated shared memory fits the device; the last row of every
-kernel fits any device at any shape: 64 KiB on AMD, 99 KiB on NVIDIA.
+kernel fits any device at any shape: 64 KiB on AMD, 99 KiB on NVIDIA. Rows that `kvm-dist bench kvm --tune`
+measured go before these: they are part of the package too, see `measured.py`.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 Kernel = Literal[
     "prepare_keys",
-    "rows",  # passes over single rows: delta, append selection, sorting
+    "rows",  # passes over single rows: delta, sorting
     "route",
     "fold",  # fold, walk and share out
     "read",
@@ -21,12 +25,26 @@ Kernel = Literal[
     "decode",
 ]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+# Functions that are not named after their kernel.
+_KERNEL_OF: dict[str, Kernel] = {
+    "prepare_keys_backward": "prepare_keys",
+    "delta": "rows",
+    "sort": "rows",
+    "append": "route",
+    "norm_slots": "fold",
+    "fold_keys": "fold",
+    "walk": "fold",
+    "share_out": "fold",
+    "join_pieces": "decode",
+}
 
 WIDEST_HEAD = 256
 LONGEST_CHUNK = 512
+MOST_ROWS = 2**16 - 1  # a grid is no wider along its second axis, nor its third
 KIBI = 1024
 SMALLEST_DOT = 16  # tiles of a matrix product have at least this many rows and columns
 SHARED_MARGIN = 2 * KIBI  # reductions need some scratch beside the tiles
+PROGRAMS_PER_UNIT = 2  # of the routing kernel: one computes while the other loads
 
 
 @dataclass(frozen=True)
@@ -36,20 +54,19 @@ class Target:
     name: str
     backend: Literal["cuda", "hip", "interpreter"]
     shared_bytes: int  # of one program, at most
-    float32_dot: (
-        str  # `input_precision` of float32 products: near float32, on matrix units where there are any
-    )
+    float32_dot: str  # `input_precision` of float32 products: near float32, on matrix units if there are any
+    units: int  # multiprocessors, or compute units, that a launch should fill
 
 
 TARGETS: dict[str, Target] = {
-    "sm_90": Target("sm_90", "cuda", 227 * KIBI, "tf32x3"),
-    "sm_100": Target("sm_100", "cuda", 227 * KIBI, "tf32x3"),
-    "gfx942": Target("gfx942", "hip", 64 * KIBI, "ieee"),
-    "gfx950": Target("gfx950", "hip", 160 * KIBI, "ieee"),
-    "interpreter": Target("interpreter", "interpreter", 2**30, "ieee"),
+    "sm_90": Target("sm_90", "cuda", 227 * KIBI, "tf32x3", 132),
+    "sm_100": Target("sm_100", "cuda", 227 * KIBI, "tf32x3", 148),
+    "gfx942": Target("gfx942", "hip", 64 * KIBI, "ieee", 304),
+    "gfx950": Target("gfx950", "hip", 160 * KIBI, "ieee", 256),
+    "interpreter": Target("interpreter", "interpreter", 2**30, "ieee", 8),
 }
-OTHER_CUDA = Target("cuda", "cuda", 99 * KIBI, "ieee")  # the least of sm_80 and later
-OTHER_HIP = Target("hip", "hip", 64 * KIBI, "ieee")
+OTHER_CUDA = Target("cuda", "cuda", 99 * KIBI, "ieee", 108)  # the least of sm_80 and later
+OTHER_HIP = Target("hip", "hip", 64 * KIBI, "ieee", 110)
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ class Tile:
     stages: int = 1
     waves_per_eu: int = 0  # AMD: 0 leaves it to the compiler
     matrix_instr_nonkdim: int = 16  # AMD: MFMA of 16x16 or 32x32
+    registers: int = 0  # NVIDIA: at most; 0: ptxas may spill a few so that one more program fits
     fused: bool = True  # multiply-adds; not where ranks must round sums and products alike
 
     def options(self, target: Target) -> dict[str, int | bool]:
@@ -71,6 +89,8 @@ class Tile:
             "num_stages": self.stages,
             "enable_fp_fusion": self.fused,
         }
+        if target.backend == "cuda" and self.registers:
+            options["maxnreg"] = self.registers
         if target.backend == "hip":
             options["waves_per_eu"] = self.waves_per_eu
             options["matrix_instr_nonkdim"] = self.matrix_instr_nonkdim
@@ -97,8 +117,12 @@ class Row:
     widest: int  # head width, at most
     element_bytes: int  # of an input element, at most
     tile: Tile
+    measured: bool = False  # on that chip: for this width and these bytes alone, and known to fit
 
     def covers(self, kernel: Kernel, target: Target, shape: Shape) -> bool:
+        if self.measured:
+            own = (self.kernel, self.chips, self.widest, self.element_bytes)
+            return own == (kernel, target.name, shape.block_d, shape.element_bytes)
         return (
             self.kernel == kernel
             and self.chips in ("any", target.backend, target.name)
@@ -115,21 +139,26 @@ ROWS: tuple[Row, ...] = (
     *(Row(kernel, "interpreter", 256, 4, Tile(16, 16)) for kernel in get_args(Kernel)),
     Row("prepare_keys", "any", 128, 4, Tile(32, 32, fused=False)),
     Row("prepare_keys", "any", 256, 4, Tile(16, 16, fused=False)),
-    Row("rows", "any", 256, 4, Tile(32, 16, 8)),
-    Row("fold", "any", 128, 4, Tile(16, 16, fused=False)),
-    Row("fold", "any", 256, 4, Tile(8, 8, fused=False)),
+    Row("rows", "hip", 256, 4, Tile(32, 8, 8)),
+    Row("rows", "any", 128, 4, Tile(32, 16, 8)),
+    Row("rows", "any", 256, 4, Tile(16, 16, 8)),
+    Row("fold", "cuda", 128, 4, Tile(16, 16, 8, fused=False, registers=168)),
+    Row("fold", "any", 128, 4, Tile(16, 16, 8, fused=False)),
+    Row("fold", "any", 256, 4, Tile(8, 8, 8, fused=False, registers=168)),
     Row("decode", "any", 128, 4, Tile(32, 32)),
-    Row("decode", "any", 256, 4, Tile(16, 16)),
+    Row("decode", "any", 256, 4, Tile(16, 16, 8)),
     # NVIDIA: warp groups of 64 rows feed the matrix units; three tf32 passes need many registers.
     Row("route", "cuda", 128, 4, Tile(64, 32, 8)),
     Row("route", "cuda", 256, 4, Tile(16, 32, 8)),
     Row("read", "cuda", 128, 2, Tile(128, 64, 8, 2)),
     Row("read", "cuda", 256, 2, Tile(64, 32, 8)),
     Row("read", "cuda", 64, 4, Tile(64, 32, 8)),
-    Row("read", "cuda", 128, 4, Tile(32, 16, 8)),
+    Row("read", "cuda", 128, 4, Tile(16, 32, 8)),
     Row("read_backward_queries", "cuda", 128, 2, Tile(128, 64, 8, 2)),
     Row("read_backward_queries", "cuda", 256, 2, Tile(32, 32, 8)),
     Row("read_backward_queries", "cuda", 64, 4, Tile(64, 32, 8)),
+    Row("read_backward_queries", "cuda", 128, 4, Tile(16, 32, 8)),
+    Row("read_backward_slots", "sm_90", 128, 2, Tile(32, 64, 8)),
     Row("read_backward_slots", "cuda", 128, 2, Tile(64, 64, 8)),
     Row("read_backward_slots", "cuda", 256, 2, Tile(32, 32, 8)),
     Row("read_backward_slots", "cuda", 64, 4, Tile(32, 32, 8)),
@@ -137,7 +166,7 @@ ROWS: tuple[Row, ...] = (
     Row("read_backward_window", "cuda", 256, 2, Tile(32, 32, 8)),
     Row("read_backward_window", "cuda", 64, 4, Tile(32, 32, 8)),
     # AMD: one or two stages, since 64 KiB hold few tiles.
-    Row("route", "hip", 128, 4, Tile(64, 64, 4, 2)),
+    Row("route", "hip", 128, 4, Tile(64, 32, 8, 2)),
     Row("read", "gfx950", 128, 2, Tile(128, 64)),
     Row("read", "hip", 128, 2, Tile(128, 64, 4, 2)),
     Row("read", "hip", 64, 4, Tile(128, 64)),
@@ -153,12 +182,12 @@ ROWS: tuple[Row, ...] = (
     Row("read_backward_window", "hip", 128, 2, Tile(32, 128)),
     Row("read_backward_window", "hip", 128, 4, Tile(32, 64)),
     # What always fits.
-    Row("route", "any", 256, 4, Tile(32, 16)),
+    Row("route", "any", 256, 4, Tile(32, 16, 8)),
     *(
-        Row(kernel, chips, 256, 4, Tile(16, 16, warps))
+        Row(kernel, chips, 256, 4, Tile(16, 16, warps, registers=255 if chips == "cuda" else 0))
         for chips, warps in (("cuda", 8), ("any", 4))
         for kernel in get_args(Kernel)
-        if kernel.startswith("read")
+        if kernel.startswith("read") and (chips, kernel) != ("cuda", "read_backward_queries")
     ),
 )
 
@@ -169,6 +198,11 @@ def read_precision(target: Target, shape: Shape) -> str:
     Three tf32 passes over tiles of 256 columns do not fit into registers.
     """
     return "ieee" if shape.block_d > 128 else target.float32_dot
+
+
+def multiplies_without_units(target: Target, shape: Shape) -> bool:
+    """Whether reads multiply without matrix units: each thread then holds whole rows, and few of them fit."""
+    return target.backend == "cuda" and shape.element_bytes == 4 and read_precision(target, shape) == "ieee"
 
 
 def shared_estimate(kernel: Kernel, tile: Tile, target: Target, shape: Shape) -> int:
@@ -199,9 +233,66 @@ def shared_estimate(kernel: Kernel, tile: Tile, target: Target, shape: Shape) ->
     return split * (tiles * row + scores) + SHARED_MARGIN
 
 
+def route_share(tile: Tile, target: Target, chunk: int, rows: int, slots: int) -> int:
+    """Slots that one program of the routing kernel looks at, so that few rows fill the device too.
+
+    What is found does not depend on it, to the last bit: every score is formed alike, and a maximum is exact.
+    """
+    token_tiles, slot_tiles = -(-chunk // tile.block_m), -(-slots // tile.block_n)
+    shares = min(PROGRAMS_PER_UNIT * target.units // (token_tiles * rows), slot_tiles)
+    return -(-slot_tiles // max(shares, 1)) * tile.block_n
+
+
+def ranked_at_once(target: Target, padded_chunk: int) -> int:
+    """Scores that each of a chunk's tokens is compared with at once, when some open slots.
+
+    On AMD a comparison's outcome takes two scalar registers, of which there are about a hundred.
+    """
+    return min(SMALLEST_DOT, 1024 // padded_chunk) if target.backend == "hip" else SMALLEST_DOT
+
+
+def route_programs(target: Target, shape: Shape, chunk: int, rows: int, slots: int) -> int:
+    """Programs of one launch of the routing kernel; rows: heads of all batch entries."""
+    tile = choose("route", target, shape)
+    share = route_share(tile, target, chunk, rows, slots)
+    return rows * -(-chunk // tile.block_m) * -(-slots // share)
+
+
+def kernel_of(function_name: str) -> Kernel:
+    """Whose rows a jitted function is launched with."""
+    name = function_name.removesuffix("_kernel")
+    found = [kernel for kernel in KERNELS if kernel == _KERNEL_OF.get(name, name)]
+    assert found, f"no rows for the function {function_name}"
+    return found[0]
+
+
+_on_trial: ContextVar[tuple[Kernel, Tile] | None] = ContextVar("on_trial", default=None)
+
+
+@contextmanager
+def on_trial(kernel: Kernel, tile: Tile) -> Iterator[None]:
+    """Inside, that kernel is launched with that tile: how `bench kvm --tune` tries one."""
+    token = _on_trial.set((kernel, tile))
+    try:
+        yield
+    finally:
+        _on_trial.reset(token)
+
+
 def rows_covering(kernel: Kernel, target: Target, shape: Shape) -> Iterator[Row]:
-    return (row for row in ROWS if row.covers(kernel, target, shape))
+    from models.kvm.kernels.measured import measured_rows  # it reads rows of this module's type
+
+    return (row for row in (*measured_rows(), *ROWS) if row.covers(kernel, target, shape))
 
 
 def choose(kernel: Kernel, target: Target, shape: Shape) -> Tile:
+    trial = _on_trial.get()
+    if trial is not None and trial[0] == kernel:
+        return trial[1]
+    return _chosen(kernel, target, shape)
+
+
+@cache
+def _chosen(kernel: Kernel, target: Target, shape: Shape) -> Tile:
+    """Looked up once: a launch asks every time."""
     return next(rows_covering(kernel, target, shape)).tile

@@ -59,6 +59,7 @@ def random_case(
     *,
     batch: int = 1,
     heads: int = 2,
+    group: int = 1,
     width: int = 8,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -66,7 +67,10 @@ def random_case(
     temperatures: bool = True,
     **settings: Any,
 ) -> Case:
-    """Chunks of 4 tokens and about 2 * sqrt(tokens) slots, unless the settings say otherwise."""
+    """Chunks of 4 tokens and about 2 * sqrt(tokens) slots, unless the settings say otherwise.
+
+    group: query heads that read each of the `heads`.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -76,8 +80,9 @@ def random_case(
         return torch.rand(*shape, generator=generator, dtype=dtype) + 0.5
 
     per_token = (batch, tokens, heads, width)
+    of_queries = (batch, tokens, heads * group, width)
     inputs = {
-        "q": normal(*per_token),
+        "q": normal(*of_queries),
         "k": normal(*per_token),
         "v": normal(*per_token),
         "merge_gate": positive(*per_token[:3]) if gate else None,
@@ -88,7 +93,7 @@ def random_case(
     }
     chunk = settings.pop("chunk", 4)
     defaults = {"budget": PowerLawBudget(factor=2, minimum=chunk), "chunk": chunk, "rotary_dims": 2}
-    return Case(inputs, {**defaults, **settings}, normal(*per_token))
+    return Case(inputs, {**defaults, **settings}, normal(*of_queries))
 
 
 def gradients(leaves: dict[str, Tensor]) -> dict[str, Tensor]:

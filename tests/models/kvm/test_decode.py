@@ -91,6 +91,29 @@ def test_two_continuations_of_one_state_do_not_disturb_each_other() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_tensors(start).items())
 
 
+def test_a_state_of_inference_mode_goes_on_without_it() -> None:
+    case = random_case(40)
+    wanted, _ = decoded(case, 20)
+    leaves, state, outputs = case.leaves(), None, []
+    for start, stop in pairwise([0, *range(20, case.tokens + 1)]):
+        given = {name: one.detach() for name, one in piece(leaves, start, stop).items()}
+        with torch.inference_mode(start < 26), torch.no_grad():
+            output, state = case.call(given, backend="torch", state=state, return_state=True)
+        outputs.append(output.clone())
+    assert torch.equal(torch.cat(outputs, dim=1), wanted)
+
+
+def test_windows_grow_in_place_and_are_copied_where_two_go_on() -> None:
+    case = random_case(40)  # chunks of 4 tokens, windows of 8
+    _, states = decoded(case, 20)
+    second, third = states[2:4]
+    assert second.window_keys.data_ptr() == third.window_keys.data_ptr()
+    with torch.no_grad():
+        _, other = case.call(piece(case.leaves(), 22, 23), state=second, return_state=True)
+    assert other is not None
+    assert other.window_keys.data_ptr() != third.window_keys.data_ptr()
+
+
 @pytest.mark.parametrize("name", ["key_norm_weight", "key_norm_bias"])
 def test_a_norm_trained_since_the_last_token_is_applied_anew(name: str) -> None:
     case = random_case(40)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kvm import autograd
+from models.budget import FixedBudget, PowerLawBudget, SlotBudget
+from models.kvm import torch_passes
+from models.kvm.memory import ROW_BLOCK
+from parallel.sequence.context import HeadSplit
 from tests.models.kvm.cases import PARAMETERS, Case, assert_close, gradients, random_case
 from tests.support.logical_ranks import QueueExchange, queue_exchanges, run_logical_ranks
 
@@ -15,7 +18,7 @@ PER_TOKEN = ("q", "k", "v", "merge_gate")
 C = 4
 
 
-def run_shards(case: Case, lengths: list[int]) -> tuple[dict[str, Tensor], list[QueueExchange]]:
+def run_shards(case: Case, lengths: list[int], **more: Any) -> tuple[dict[str, Tensor], list[QueueExchange]]:
     """Output and gradients of a case cut into shards of these lengths: tokens joined, parameters summed."""
     stops = list(accumulate(lengths))
     exchanges: dict[int, QueueExchange] = {}
@@ -24,7 +27,7 @@ def run_shards(case: Case, lengths: list[int]) -> tuple[dict[str, Tensor], list[
         start, stop = stops[rank] - lengths[rank], stops[rank]
         exchanges[rank] = exchange
         leaves = case.leaves(start, stop)
-        output, _ = case.call(leaves, exchange=exchange, start=start)
+        output, _ = case.call(leaves, exchange=exchange, start=start, **more)
         output.backward(case.grad_output[:, start:stop])
         return {"output": output.detach(), **gradients(leaves)}
 
@@ -38,10 +41,10 @@ def run_shards(case: Case, lengths: list[int]) -> tuple[dict[str, Tensor], list[
     return joined, [exchanges[rank] for rank in range(len(lengths))]
 
 
-def assert_bitwise_equal_to_one_rank(case: Case, lengths: list[int]) -> None:
+def assert_bitwise_equal_to_one_rank(case: Case, lengths: list[int], **more: Any) -> None:
     one = case.run("torch")
     wanted = {"output": one.output, **one.gradients}
-    got, _ = run_shards(case, lengths)
+    got, _ = run_shards(case, lengths, **more)
     for name, tensor in wanted.items():
         if name not in PARAMETERS:
             assert torch.equal(got[name], tensor), f"{name} of shards {lengths}"
@@ -50,6 +53,18 @@ def assert_bitwise_equal_to_one_rank(case: Case, lengths: list[int]) -> None:
         {name: wanted[name] for name in PARAMETERS if name in wanted},
         1e-5,
     )
+
+
+@pytest.mark.parametrize(
+    "budget", [FixedBudget(slots=ROW_BLOCK), PowerLawBudget(factor=4, minimum=ROW_BLOCK)]
+)
+def test_a_state_of_whole_blocks_of_slots_gives_the_bits_of_one_rank(budget: SlotBudget) -> None:
+    case = random_case(6 * ROW_BLOCK + 5, chunk=ROW_BLOCK, budget=budget)
+    assert_bitwise_equal_to_one_rank(case, [2 * ROW_BLOCK, ROW_BLOCK, 3 * ROW_BLOCK + 5])
+    exact = random_case(6 * ROW_BLOCK + 5, chunk=ROW_BLOCK, budget=budget, dtype=torch.float64)
+    wanted, got = exact.run("reference"), exact.run("torch")
+    assert_close({"output": got.output}, {"output": wanted.output}, 1e-9)
+    assert_close(got.gradients, wanted.gradients, 1e-9)
 
 
 @pytest.mark.parametrize("window_chunks", [1, 2, 3])
@@ -82,9 +97,70 @@ def test_shards_give_the_bits_of_one_rank_at_a_common_head_width() -> None:
     assert_bitwise_equal_to_one_rank(case, [256, 64, 192, 128])
 
 
+@pytest.mark.parametrize(
+    ("groups", "settings"),
+    [
+        (2, {"window_chunks": 1}),
+        (3, {"gate_appends": True, "gate_first_state": True, "window_chunks": 3}),
+        (2, {"value_radius": False, "gate": False, "temperatures": False}),
+        (5, {"batch": 1, "width": 24, "rotary_dims": 0}),
+    ],
+)
+def test_states_handed_over_by_groups_of_heads_have_the_bits_of_one_rank(
+    groups: int, settings: dict[str, Any]
+) -> None:
+    case = random_case(77, **{"batch": 2, "heads": 5, **settings})
+    assert_bitwise_equal_to_one_rank(case, [16, 4, 40, 17], head_split=HeadSplit(groups))
+
+
+def test_groups_of_heads_at_a_common_head_width_have_the_bits_of_one_rank() -> None:
+    case = random_case(640, heads=3, width=64, chunk=64, rotary_dims=32)
+    assert_bitwise_equal_to_one_rank(case, [256, 64, 192, 128], head_split=HeadSplit(3))
+
+
+def test_the_first_group_of_heads_leaves_before_the_second_is_received() -> None:
+    case = random_case(48, heads=4)
+    log: list[tuple[str, str]] = []
+
+    class Logged(QueueExchange):
+        def send_next(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+            log.append(("send", name))
+            super().send_next(name, tensors)
+
+        def send_previous(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+            log.append(("send", name))
+            super().send_previous(name, tensors)
+
+        def _receive(self, name: str, *more: Any) -> tuple[Tensor, ...]:
+            log.append(("receive", name))
+            return super()._receive(name, *more)
+
+    def shard(rank: int, exchange: QueueExchange) -> None:
+        if rank == 1:
+            exchange.__class__ = Logged
+        leaves = case.leaves(16 * rank, 16 * rank + 16)
+        split = HeadSplit(2)
+        output, _ = case.call(leaves, exchange=exchange, start=16 * rank, head_split=split)
+        output.backward(case.grad_output[:, 16 * rank : 16 * rank + 16])
+
+    run_logical_ranks(3, shard, timeout_seconds=20)
+    turns = [("receive", "kvm.{}"), ("send", "kvm.{}")] * 2
+    for name in ("keys", "values", "slots.gradient"):
+        mine = [(what, one) for what, one in log if one == f"kvm.{name}"]
+        assert mine == [(what, one.format(name)) for what, one in turns]
+
+
+def test_more_groups_than_heads_are_refused() -> None:
+    case = random_case(16)
+    first, _ = queue_exchanges(2)
+    with pytest.raises(ValueError, match="3 groups of 2 heads: want parallel"):
+        case.call(case.leaves(), exchange=first, head_split=HeadSplit(3))
+
+
 def test_waiting_gradients_that_are_too_many_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "WAITING_BYTES", 1)
+    monkeypatch.setattr(torch_passes, "WAITING_BYTES", 1)
     assert_bitwise_equal_to_one_rank(random_case(64), [16] * 4)
+    assert_bitwise_equal_to_one_rank(random_case(64), [16] * 4, head_split=HeadSplit(2))
 
 
 def test_bytes_sent_are_the_states_and_the_windows_and_grow_with_neither_ranks_nor_tokens() -> None:
@@ -110,7 +186,7 @@ def test_the_state_is_sent_before_any_attention(monkeypatch: pytest.MonkeyPatch)
     def attend(*_: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(autograd, "attend", attend)
+    monkeypatch.setattr(torch_passes, "attend", attend)
     case = random_case(16)
     first, _ = queue_exchanges(2)
     with pytest.raises(Stop):

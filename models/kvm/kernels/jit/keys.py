@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from models.kvm.kernels.jit.rows import (
+    kernel,
     layer_norm,
     load_rows,
     load_vector,
@@ -23,7 +24,7 @@ def load_masked_keys(
     return tl.where((tl.arange(0, BLOCK_D) >= ROTARY)[None, :], b_k, 0.0)
 
 
-@triton.jit
+@kernel
 def prepare_keys_kernel(
     p_k, p_kbar, p_weight, p_bias, p_folds, first_fold, folds, row0, heads, tokens,
     C: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -44,7 +45,7 @@ def prepare_keys_kernel(
     store_rows(p_kbar, o_in_fold, o_in_fold < C, tl.where(m[:, None], b_kbar, 0.0), D, D, BLOCK_D)
 
 
-@triton.jit
+@kernel
 def prepare_keys_backward_kernel(
     p_k, p_dkbar, p_weight, p_folds, p_dk, p_dnorm, first_fold, folds, row0, heads, tokens,
     C: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -74,7 +75,7 @@ def prepare_keys_backward_kernel(
     store_rows(p_dk + o_row, start + o_in_fold, m, b_dk + b_grad, heads * D, D, BLOCK_D)
 
 
-@triton.jit
+@kernel
 def norm_slots_kernel(
     p_sums, p_normed, p_weight, p_bias, slots, all_slots,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,

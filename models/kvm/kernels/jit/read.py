@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from models.kvm.kernels.jit.rows import LN2, LOG2E, load_rows, split_row, store_rows
+from models.kvm.kernels.jit.rows import LN2, LOG2E, kernel, load_rows, split_row, store_rows
 
 
 @triton.jit
@@ -24,29 +24,31 @@ def softmax_tile(b_o, highest, total, b_s, b_v, PRECISION: tl.constexpr):
     return b_o, new_highest, total
 
 
-@triton.jit
+@kernel
 def read_kernel(
     p_q, p_k, p_v, p_read_keys, p_read_values, p_state_temperature, p_window_temperature, p_o, p_log_sum,
     p_blocks, first_snapshot, snapshot_slots, row0, heads, queries, tokens, scale,
-    TEMPERED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    TEMPERED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o [B, T, H, D] and its log-sum-exp [B, H, T]; grid (blocks * tiles, rows).
+    """o, as q, and its log-sum-exp [query rows, T]; grid (blocks * tiles, query rows).
 
-    q [B, T, H, D]; k, v [B, t, H, D] with the tokens before the call; blocks [., 5] first query, last query
-    + 1, first key, slots, snapshot.
+    q [B, T, GROUP * H, D]; k, v [B, t, H, D] with the tokens before the call; blocks [., 5] first query, last
+    query + 1, first key, slots, snapshot.
     """
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
-    i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    row = row0 + i_row
-    batch, head = split_row(row, heads)
+    i_row, rows = (tl.program_id(1) // GROUP).to(tl.int64), tl.num_programs(1) // GROUP
+    query_row = row0 * GROUP + tl.program_id(1).to(tl.int64)
+    batch, head = split_row(row0 + i_row, heads)
+    _, query_head = split_row(query_row, heads * GROUP)
     p_blocks += 5 * (tl.program_id(0) // TILES)
     start = tl.load(p_blocks) + (tl.program_id(0) % TILES) * BLOCK_M
     stop = tl.minimum(tl.load(p_blocks + 1), start + BLOCK_M)
     i_key, slots = tl.load(p_blocks + 2), tl.load(p_blocks + 3)
     o_m = start + tl.arange(0, BLOCK_M)
     o_head = batch * heads * D
-    b_q = load_rows(p_q + o_head * queries + head * D, o_m, o_m < stop, heads * D, D, BLOCK_D)
+    o_query = o_head * GROUP * queries + query_head * D
+    b_q = load_rows(p_q + o_query, o_m, o_m < stop, heads * GROUP * D, D, BLOCK_D)
     b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -74,6 +76,5 @@ def read_kernel(
         b_v = load_rows(p_v + o_head, o_n, o_n < stop + shift, heads * D, D, BLOCK_D)
         b_o, highest, total = softmax_tile(b_o, highest, total, b_s, b_v, PRECISION)
     b_o = b_o / total[:, None]
-    p_o += batch * heads * D * queries + head * D
-    store_rows(p_o, o_m, o_m < stop, b_o, heads * D, D, BLOCK_D)
-    tl.store(p_log_sum + row * queries + o_m, highest * LN2 + tl.log(total), mask=o_m < stop)
+    store_rows(p_o + o_query, o_m, o_m < stop, b_o, heads * GROUP * D, D, BLOCK_D)
+    tl.store(p_log_sum + query_row * queries + o_m, highest * LN2 + tl.log(total), mask=o_m < stop)

@@ -10,7 +10,7 @@ from models.kvm.kernels.jit.read import temperature
 from models.kvm.kernels.jit.rows import (
     LOG2E,
     SMALLEST_NORM,
-    layer_norm,
+    kernel,
     load_rows,
     load_vector,
     read_scale,
@@ -21,11 +21,11 @@ from models.kvm.kernels.jit.rows import (
 )
 
 
-@triton.jit
+@kernel
 def delta_kernel(
     p_o, p_do, p_delta, heads, queries, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """delta [B, H, T] = sum over D of o * do; grid (tiles, B * H)."""
+    """delta [B, H, T] = sum over D of o * do, of the queries' heads; grid (tiles, B * H)."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = split_row(row, heads)
     o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,18 +49,19 @@ def query_tile(
     return b_dq, dtemperature
 
 
-@triton.jit
+@kernel
 def read_backward_queries_kernel(
     p_q, p_k, p_v, p_read_keys, p_read_values, p_state_temperature, p_window_temperature, p_do, p_log_sum,
     p_delta, p_dq, p_dtemperatures, p_blocks, first_snapshot, snapshot_slots, row0, heads, queries, tokens,
-    scale, TEMPERED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    scale, TEMPERED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, T, H, D], and per program the gradients of its head's two temperatures; the grid of reads."""
+    """dq, and per program its queries' share in the gradients of two temperatures; the grid of reads."""
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
-    i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    row = row0 + i_row
-    batch, head = split_row(row, heads)
+    i_row, rows = (tl.program_id(1) // GROUP).to(tl.int64), tl.num_programs(1) // GROUP
+    query_row = row0 * GROUP + tl.program_id(1).to(tl.int64)
+    batch, head = split_row(row0 + i_row, heads)
+    _, query_head = split_row(query_row, heads * GROUP)
     p_blocks += 5 * (tl.program_id(0) // TILES)
     start = tl.load(p_blocks) + (tl.program_id(0) % TILES) * BLOCK_M
     stop = tl.minimum(tl.load(p_blocks + 1), start + BLOCK_M)
@@ -68,11 +69,11 @@ def read_backward_queries_kernel(
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = o_m < stop
     o_head = batch * heads * D
-    o_query = o_head * queries + head * D
-    b_q = load_rows(p_q + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-    b_do = load_rows(p_do + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-    log_sum = tl.load(p_log_sum + row * queries + o_m, mask=m_m, other=0.0) * LOG2E
-    delta = tl.load(p_delta + row * queries + o_m, mask=m_m, other=0.0)
+    o_query = o_head * GROUP * queries + query_head * D
+    b_q = load_rows(p_q + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+    b_do = load_rows(p_do + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+    log_sum = tl.load(p_log_sum + query_row * queries + o_m, mask=m_m, other=0.0) * LOG2E
+    delta = tl.load(p_delta + query_row * queries + o_m, mask=m_m, other=0.0)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dstate = tl.zeros([BLOCK_M], tl.float32)
     dwindow = tl.zeros([BLOCK_M], tl.float32)
@@ -101,8 +102,8 @@ def read_backward_queries_kernel(
         b_dq, dwindow = query_tile(
             b_dq, dwindow, b_q, b_do, log_sum, delta, b_k, b_v, visible, scale, tempered, PRECISION
         )
-    store_rows(p_dq + o_query, o_m, m_m, b_dq * scale, heads * D, D, BLOCK_D)
-    p_dtemperatures += (tl.program_id(0).to(tl.int64) * rows + i_row) * 2
+    store_rows(p_dq + o_query, o_m, m_m, b_dq * scale, heads * GROUP * D, D, BLOCK_D)
+    p_dtemperatures += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(p_dtemperatures, tl.sum(dstate, 0) * scale)
     tl.store(p_dtemperatures + 1, tl.sum(dwindow, 0) * scale)
 
@@ -120,17 +121,18 @@ def key_tile(
     return tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION), b_dv
 
 
-@triton.jit
+@kernel
 def read_backward_slots_kernel(
-    p_q, p_kept_keys, p_kept_values, p_kept_magnitudes, p_weight, p_bias, p_state_temperature, p_do,
-    p_log_sum, p_delta, p_sent_keys, p_sent_values, p_sent_magnitudes, p_dnorm, p_blocks, first_snapshot,
-    snapshot_slots, row0, heads, queries, scale, TEMPERED: tl.constexpr, RADIUS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_q, p_read_keys, p_read_values, p_kept_keys, p_kept_values, p_kept_magnitudes, p_weight,
+    p_state_temperature, p_do, p_log_sum, p_delta, p_sent_keys, p_sent_values, p_sent_magnitudes, p_dnorm,
+    p_blocks, first_snapshot, snapshot_slots, row0, heads, queries, scale, TEMPERED: tl.constexpr,
+    RADIUS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each block sends to S_K, S_V and the magnitudes it read [snapshots, rows, snapshot_slots, .].
 
-    Norms the slots as it reads them; norm gradients [programs, 2, D]; grid (slot tiles, rows, blocks).
+    Of what was read, and of the sums that it was made of; over the queries of all heads that read a slot.
+    Norm gradients [programs, 2, D]; grid (slot tiles, rows, blocks).
     """
     i_row, rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = row0 + i_row
@@ -141,26 +143,24 @@ def read_backward_slots_kernel(
     m_n = o_n < slots
     o_d = tl.arange(0, BLOCK_D)
     o_slots = ((tl.load(p_blocks + 4) - first_snapshot).to(tl.int64) * rows + i_row) * snapshot_slots
-    b_keys = load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
-    b_k = layer_norm(b_keys, p_weight, p_bias, D, BLOCK_D).to(p_q.dtype.element_ty)
-    b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
-    magnitudes = tl.load(p_kept_magnitudes + o_slots + o_n, mask=m_n, other=1.0)
-    to_read = read_scale(b_sums, magnitudes, RADIUS)
-    b_v = (b_sums * to_read[:, None]).to(p_q.dtype.element_ty)
+    b_k = load_rows(p_read_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
+    b_v = load_rows(p_read_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     scale *= temperature(p_state_temperature, head, TEMPERED)
-    o_query = (batch * queries * heads + head) * D
-    for i_m in range(start, tl.where(tl.program_id(0) * BLOCK_N < slots, stop, start), BLOCK_M):
-        o_m = i_m + tl.arange(0, BLOCK_M)
-        m_m = o_m < stop
-        b_q = load_rows(p_q + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-        b_do = load_rows(p_do + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-        log_sum = tl.load(p_log_sum + row * queries + o_m, mask=m_m, other=0.0) * LOG2E
-        delta = tl.load(p_delta + row * queries + o_m, mask=m_m, other=0.0)
-        visible = m_n[:, None] & m_m[None, :]
-        b_dk, b_dv = key_tile(b_dk, b_dv, b_k, b_v, b_q, b_do, log_sum, delta, visible, scale, PRECISION)
-    tl.debug_barrier()  # load the sums again: kept over the loop they would not fit into registers
+    for i_g in range(GROUP):
+        o_query = (batch * queries * heads * GROUP + head * GROUP + i_g) * D
+        o_row = (row * GROUP + i_g) * queries
+        for i_m in range(start, tl.where(tl.program_id(0) * BLOCK_N < slots, stop, start), BLOCK_M):
+            o_m = i_m + tl.arange(0, BLOCK_M)
+            m_m = o_m < stop
+            b_q = load_rows(p_q + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+            b_do = load_rows(p_do + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+            log_sum = tl.load(p_log_sum + o_row + o_m, mask=m_m, other=0.0) * LOG2E
+            delta = tl.load(p_delta + o_row + o_m, mask=m_m, other=0.0)
+            visible = m_n[:, None] & m_m[None, :]
+            b_dk, b_dv = key_tile(b_dk, b_dv, b_k, b_v, b_q, b_do, log_sum, delta, visible, scale, PRECISION)
+    tl.debug_barrier()  # not before the loop, over which the sums would not fit into registers
     b_keys = load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
     standard, inverse = standardise(b_keys, D, BLOCK_D)
     i_program = (tl.program_id(2).to(tl.int64) * rows + i_row) * tl.num_programs(0) + tl.program_id(0)
@@ -170,9 +170,11 @@ def read_backward_slots_kernel(
     b_dk = b_dk * load_vector(p_weight, D, BLOCK_D)[None, :]
     b_dk = standardise_backward(b_dk, standard, inverse, D)
     store_rows(p_sent_keys + o_slots * D, o_n, m_n, b_dk, D, D, BLOCK_D)
+    tl.debug_barrier()
+    b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
+    to_read = read_scale(b_sums, tl.load(p_kept_magnitudes + o_slots + o_n, mask=m_n, other=1.0), RADIUS)
     b_dsums = b_dv * to_read[:, None]
     if RADIUS:
-        b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
         norm = tl.sqrt(tl.sum(b_sums * b_sums, 1))
         along = tl.sum(b_dv * b_sums, 1) / tl.maximum(norm, SMALLEST_NORM)
         turn = tl.where(norm < SMALLEST_NORM, 0.0, to_read * along / tl.maximum(norm, SMALLEST_NORM))
@@ -183,17 +185,18 @@ def read_backward_slots_kernel(
     store_rows(p_sent_values + o_slots * D, o_n, m_n, b_dsums, D, D, BLOCK_D)
 
 
-@triton.jit
+@kernel
 def read_backward_window_kernel(
     p_q, p_k, p_v, p_window_temperature, p_do, p_log_sum, p_delta, p_dk, p_dv, position, first_chunk, begin,
-    end, heads, queries, tokens, scale, TEMPERED: tl.constexpr, C: tl.constexpr, WINDOW_CHUNKS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    end, heads, queries, tokens, scale, TEMPERED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    WINDOW_CHUNKS: tl.constexpr, AGAIN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk, dv [B, t, H, D] of keys [begin, end) what queries send through the window, last first.
 
     `position` is that of the first query; tiles are aligned to chunks of the whole sequence, wherever a call
-    begins, from `first_chunk` on; grid (chunks * tiles, B * H).
+    begins, from `first_chunk` on; grid (chunks * tiles, B * H). Of a tile of queries all heads follow each
+    other, so that a cut between tiles changes no order. AGAIN loads the keys for every tile of queries.
     """
     KEY_TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (C + BLOCK_M - 1) // BLOCK_M
@@ -207,22 +210,26 @@ def read_backward_window_kernel(
     m_n = (o_in_chunk < C) & (o_n >= begin) & (o_n < end)
     o_head = batch * heads * D
     o_key = o_head * tokens + head * D
-    o_query = o_head * queries + head * D
     b_k = load_rows(p_k + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     b_v = load_rows(p_v + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     scale *= temperature(p_window_temperature, head, TEMPERED)
     b_dk = load_rows(p_dk + o_key, o_n, m_n, heads * D, D, BLOCK_D)
     b_dv = load_rows(p_dv + o_key, o_n, m_n, heads * D, D, BLOCK_D)
-    for i in range(WINDOW_CHUNKS * TILES - in_chunk // BLOCK_M):
-        tile = WINDOW_CHUNKS * TILES - 1 - i
+    for i in range((WINDOW_CHUNKS * TILES - in_chunk // BLOCK_M) * GROUP):
+        tile = WINDOW_CHUNKS * TILES - 1 - i // GROUP
+        o_query = o_head * GROUP * queries + (head * GROUP + i % GROUP) * D
+        o_row = (row * GROUP + i % GROUP) * queries
         o_query_in_chunk = (tile % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
         o_m = (chunk + tile // TILES) * C + o_query_in_chunk - position
         m_m = (o_query_in_chunk < C) & (o_m >= 0) & (o_m < queries)
-        b_q = load_rows(p_q + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-        b_do = load_rows(p_do + o_query, o_m, m_m, heads * D, D, BLOCK_D)
-        log_sum = tl.load(p_log_sum + row * queries + o_m, mask=m_m, other=0.0) * LOG2E
-        delta = tl.load(p_delta + row * queries + o_m, mask=m_m, other=0.0)
+        b_q = load_rows(p_q + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+        b_do = load_rows(p_do + o_query, o_m, m_m, heads * GROUP * D, D, BLOCK_D)
+        log_sum = tl.load(p_log_sum + o_row + o_m, mask=m_m, other=0.0) * LOG2E
+        delta = tl.load(p_delta + o_row + o_m, mask=m_m, other=0.0)
         visible = m_n[:, None] & m_m[None, :] & (o_n[:, None] <= (o_m + shift)[None, :])
+        if AGAIN:
+            b_k = load_rows(p_k + o_key, o_n, m_n, heads * D, D, BLOCK_D, AGAIN)
+            b_v = load_rows(p_v + o_key, o_n, m_n, heads * D, D, BLOCK_D, AGAIN)
         b_dk, b_dv = key_tile(b_dk, b_dv, b_k, b_v, b_q, b_do, log_sum, delta, visible, scale, PRECISION)
     store_rows(p_dk + o_key, o_n, m_n, b_dk, heads * D, D, BLOCK_D)
     store_rows(p_dv + o_key, o_n, m_n, b_dv, heads * D, D, BLOCK_D)

@@ -4,6 +4,8 @@ Letters as in fla: p_ pointer, b_ tile in registers, o_ offsets, m_ mask, i_ ind
 a "row" of the grid is one head of one batch entry, and widths are padded to BLOCK_D by masks.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,16 @@ NORM_EPSILON = tl.constexpr(1e-5)
 SMALLEST_NORM = tl.constexpr(1e-12)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+def kernel(function):
+    """A kernel that compiles once per set of constants and dtypes, whatever its numbers are.
+
+    Triton would build another one for numbers that are 1 or multiples of 16, each at its first meeting, in
+    the middle of training. What tells how memory is aligned is the width, a constant.
+    """
+    names = [name for name in inspect.signature(function).parameters if not name.startswith("p_")]
+    return triton.jit(do_not_specialize=[name for name in names if name.islower()])(function)
 
 
 @triton.jit
@@ -21,11 +33,16 @@ def split_row(row, heads):
 
 
 @triton.jit
-def load_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[N, BLOCK_D] rows `o_rows` of a tensor whose rows lie `stride` elements apart; 0 where masked."""
+def load_rows(
+    p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, AGAIN: tl.constexpr = False
+):
+    """[N, BLOCK_D] rows `o_rows` of a tensor whose rows lie `stride` elements apart; 0 where masked.
+
+    AGAIN: where they are asked for, also in a loop that does not change them.
+    """
     o_d = tl.arange(0, BLOCK_D)
     pointers = p_rows + o_rows[:, None].to(tl.int64) * stride + o_d[None, :]
-    return tl.load(pointers, mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
+    return tl.load(pointers, mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0, volatile=AGAIN)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from models.kvm import FixedBudget
+from models.kvm.backends import choose_backend
 from models.kvm.layout import KVMSettings
-from models.kvm.ops import _backend
 from parallel.sequence.context import NoExchange
 
 
@@ -30,7 +30,7 @@ def test_auto_takes_the_kernels_on_a_gpu_where_they_fit(
 ) -> None:
     q: Any = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 8, 2, width))
     settings = KVMSettings(FixedBudget(slots=1024), chunk)
-    assert _backend("auto", NoExchange(), q, settings) == wanted
+    assert choose_backend("auto", NoExchange(), q, settings) == wanted
 
 
 def test_the_operator_and_the_tuning_rows_import_no_triton() -> None:

@@ -3,19 +3,19 @@
 import os
 
 import pytest
-import torch
 
-from models.kvm.kernels.compile import compile_launch
-from models.kvm.kernels.report import GPU_NAMES
-from models.kvm.kernels.samples import sample_launches
+from models.kvm.kernels.report import CompileRow, ShapeClass, compile_report, shape_classes
 from models.kvm.kernels.tuning import (
     KERNELS,
     OTHER_CUDA,
     OTHER_HIP,
+    ROWS,
     TARGETS,
+    Kernel,
     Shape,
     Target,
     choose,
+    rows_covering,
     shared_estimate,
 )
 
@@ -27,7 +27,6 @@ WITHOUT_PRODUCTS = {
     "prepare_keys_kernel",
     "prepare_keys_backward_kernel",
     "norm_slots_kernel",
-    "append_kernel",
     "sort_kernel",
     "fold_keys_kernel",
     "walk_kernel",
@@ -38,37 +37,62 @@ WITHOUT_PRODUCTS = {
 }
 WITH_PRODUCTS = {
     "route_kernel",
-    "route_new_kernel",
+    "append_kernel",
     "read_kernel",
     "read_backward_queries_kernel",
     "read_backward_slots_kernel",
     "read_backward_window_kernel",
 }
-# The shapes of the paper everywhere; the other shape classes take minutes: KVM_DIST_COMPILE_ALL=1.
-QUICK = [(name, torch.bfloat16, 128) for name in GPU_NAMES]
-OTHERS = [
-    (name, dtype, width)
-    for name in GPU_NAMES
-    for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    for width in (64, 128, 256)
-    if (name, dtype, width) not in QUICK and (dtype != torch.float16 or width == 128)
-]
-WANTED = QUICK + (OTHERS if os.environ.get("KVM_DIST_COMPILE_ALL") == "1" else [])
+ESTIMATED: dict[str, Kernel] = {
+    "route_kernel": "route",
+    "read_kernel": "read",
+    "read_backward_queries_kernel": "read_backward_queries",
+}
+# The published shape everywhere; all shape classes take minutes: `.ci/kernels`.
+WANTED = shape_classes(every=os.environ.get("KVM_DIST_COMPILE_ALL") == "1")
+Compiled = dict[ShapeClass, list[CompileRow]]
 
 
-@pytest.mark.parametrize(("name", "dtype", "width"), WANTED)
-def test_kernels_fit_and_use_matrix_units(name: str, dtype: torch.dtype, width: int) -> None:
-    target = TARGETS[name]
-    compiled = [compile_launch(launch) for launch in sample_launches(target, dtype, width)]
-    assert {one.kernel for one in compiled} == WITH_PRODUCTS | WITHOUT_PRODUCTS
-    for one in compiled:
-        assert one.shared_bytes <= target.shared_bytes, one
-        # Long scalar loops may park a few words, such as their place, on the stack: no row of a tile.
-        parked = 0 if one.kernel in WITH_PRODUCTS or (name, dtype, width) in QUICK else 64
-        if one.kernel.startswith("read") and (dtype.itemsize, width) == (4, 256) and target.backend == "cuda":
-            continue  # exact float32 products without matrix units: three tf32 passes need more registers
-        assert one.spills <= parked, one
-        assert one.uses_matrix_units == (one.kernel in WITH_PRODUCTS), one
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    rows = compile_report(WANTED, workers=min(len(WANTED), len(os.sched_getaffinity(0))))
+    found: Compiled = {one: [] for one in WANTED}
+    for row in rows:
+        dtype = next(one.dtype for one in WANTED if str(one.dtype) == f"torch.{row.dtype}")
+        found[ShapeClass(row.target, dtype, row.width, row.chunk)].append(row)
+    return found
+
+
+@pytest.mark.parametrize("one", WANTED, ids=str)
+def test_kernels_fit_do_not_spill_and_use_matrix_units(one: ShapeClass, compiled: Compiled) -> None:
+    target, rows = TARGETS[one.target], compiled[one]
+    assert {row.kernel for row in rows} == WITH_PRODUCTS | WITHOUT_PRODUCTS
+    # Float32 products of such width are exact, since three tf32 passes do not fit into registers.
+    exact = (one.dtype.itemsize, one.width, target.backend) == (4, 256, "cuda")
+    for row in rows:
+        assert row.shared_bytes <= target.shared_bytes, row
+        assert row.spills == 0, row
+        if not (exact and row.kernel.startswith("read")):
+            assert bool(row.matrix_instructions) == (row.kernel in WITH_PRODUCTS), row
+
+
+@pytest.mark.parametrize("one", WANTED, ids=str)
+def test_estimates_of_shared_memory_are_no_smaller_than_what_the_compiler_takes(
+    one: ShapeClass, compiled: Compiled
+) -> None:
+    target, shape = TARGETS[one.target], Shape(one.width, one.dtype.itemsize)
+    for row in compiled[one]:
+        if kernel := ESTIMATED.get(row.kernel):
+            tile = choose(kernel, target, shape)
+            assert row.shared_bytes <= shared_estimate(kernel, tile, target, shape), row
+
+
+def test_all_shape_classes_take_all_rows() -> None:
+    taken = set()
+    for one in shape_classes():
+        shape = Shape(one.width, one.dtype.itemsize)
+        taken |= {next(rows_covering(kernel, TARGETS[one.target], shape)) for kernel in KERNELS}
+    assert taken == {row for row in ROWS if row.chips != "interpreter"}
 
 
 @pytest.mark.parametrize("target", [*TARGETS.values(), OTHER_CUDA, OTHER_HIP], ids=lambda one: one.name)
@@ -79,18 +103,3 @@ def test_every_kernel_has_a_row_that_fits(target: Target, width: int, element_by
     for kernel in KERNELS:
         tile = choose(kernel, target, shape)
         assert shared_estimate(kernel, tile, target, shape) <= target.shared_bytes, kernel
-
-
-def test_estimates_of_shared_memory_are_no_smaller_than_what_the_compiler_takes() -> None:
-    kernels = {
-        "route_kernel": "route",
-        "read_kernel": "read",
-        "read_backward_queries_kernel": "read_backward_queries",
-    }
-    for name in ("sm_90", "gfx942"):
-        for launch in sample_launches(TARGETS[name], torch.bfloat16, 128):
-            kernel = kernels.get(launch.kernel.__name__)
-            if kernel is not None:
-                taken = compile_launch(launch).shared_bytes
-                shape = Shape(128, 2)
-                assert taken <= shared_estimate(kernel, launch.tile, TARGETS[name], shape), kernel  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ def test_the_decoded_token_reads_the_state_once() -> None:
         ("sm_90", 32, 100 * 1024, 4, 0.125),  # shared memory holds 2
         ("gfx942", 256, 0, 4, 0.25),  # 2 waves on each SIMD
         ("gfx942", 64, 40 * 1024, 4, 0.125),  # 64 KiB hold one program
+        ("gfx942", 64, 32 * 1024, 4, 0.25),  # and two of half their size
     ],
 )
 def test_occupancy_is_bounded_by_registers_and_shared_memory(

@@ -56,3 +56,24 @@ def test_states_cut_to_small_pieces_change_no_bit_but_those_of_parameter_sums(
     for name in ("key_norm_weight", "key_norm_bias", "state_temperature", "window_temperature"):
         torch.testing.assert_close(got.gradients.pop(name), wanted.gradients.pop(name))
     assert_same_bits(got, wanted)
+
+
+def test_some_heads_alone_give_the_bits_that_they_give_among_all() -> None:
+    """As sequence parallelism calls the operator on groups of heads."""
+    whole = random_case(17, heads=2, width=12, seed=4, gate_appends=True)
+    wanted, group = whole.run("triton"), slice(1, 2)
+    heads_at = dict.fromkeys(("q", "k", "v", "merge_gate"), 2)
+    heads_at |= dict.fromkeys(("state_temperature", "window_temperature"), 0)
+
+    def of_group(tensors: dict[str, Any]) -> dict[str, Any]:
+        places = {name: (slice(None),) * axis + (group,) for name, axis in heads_at.items()}
+        return {name: one[places[name]] if name in places else one for name, one in tensors.items()}
+
+    alone = Case(of_group(whole.inputs), whole.settings, whole.grad_output[:, :, group]).run("triton")
+    assert torch.equal(alone.output, wanted.output[:, :, group])
+    for name, one in state_tensors(wanted.state).items():
+        axis = 2 if name.startswith("window") else 1
+        assert torch.equal(getattr(alone.state, name), one[(slice(None),) * axis + (group,)]), name
+    gradients = of_group(wanted.gradients)
+    for name in heads_at:
+        assert torch.equal(alone.gradients[name], gradients[name]), name

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from models.kvm import KVMState
+from parallel.sequence.context import HeadSplit
+from parallel.sequence.node import Node
 from tests.models.kvm.cases import (
     PARAMETERS,
     PER_TOKEN,
@@ -17,6 +19,7 @@ from tests.models.kvm.cases import (
     random_case,
     state_tensors,
 )
+from tests.support.logical_peers import LogicalPeers
 from tests.support.logical_ranks import QueueExchange, run_logical_ranks
 
 
@@ -63,18 +66,22 @@ def test_token_by_token_gives_the_output_and_state_of_one_call(settings: dict[st
 
 
 @pytest.mark.parametrize(
-    ("lengths", "window_chunks"), [([8, 4, 12, 3], 2), ([4, 4, 4, 12, 2], 4), ([12, 14], 1)]
+    ("lengths", "window_chunks", "groups"),
+    [([8, 4, 12, 3], 2, 1), ([4, 4, 4, 12, 2], 4, 1), ([12, 14], 1, 1), ([8, 12, 6], 2, 2)],
 )
-def test_shards_give_the_bits_of_one_rank(lengths: list[int], window_chunks: int) -> None:
-    case = random_case(sum(lengths), window_chunks=window_chunks, heads=1, gate_appends=True)
+def test_shards_give_the_bits_of_one_rank(lengths: list[int], window_chunks: int, groups: int) -> None:
+    """groups: of heads in which states are handed over."""
+    heads, batch = (1, 1) if groups == 1 else (3, 2)
+    case = random_case(sum(lengths), window_chunks=window_chunks, heads=heads, batch=batch, gate_appends=True)
     one = case.run("triton")
     wanted = {"output": one.output, **one.gradients}
     stops = list(accumulate(lengths))
+    more: dict[str, Any] = {"backend": "triton", "head_split": HeadSplit(groups)}
 
     def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
         start, stop = stops[rank] - lengths[rank], stops[rank]
         leaves = case.leaves(start, stop)
-        output, _ = case.call(leaves, exchange=exchange, start=start, backend="triton")
+        output, _ = case.call(leaves, exchange=exchange, start=start, **more)
         output.backward(case.grad_output[:, start:stop])
         return {"output": output.detach(), **gradients(leaves)}
 
@@ -85,3 +92,21 @@ def test_shards_give_the_bits_of_one_rank(lengths: list[int], window_chunks: int
             assert_close({name: sum(pieces[1:], pieces[0])}, {name: tensor}, 1e-5)
         else:
             assert torch.equal(torch.cat(pieces, dim=1), tensor), name
+
+
+def test_ranks_that_route_by_heads_give_the_bits_of_one_rank() -> None:
+    case = random_case(14, heads=2)
+    one = case.run("triton")
+    spans, peers = ((0, 8), (8, 14)), LogicalPeers(2, timeout_seconds=120)
+
+    def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
+        start, stop = spans[rank]
+        leaves, split = case.leaves(start, stop), HeadSplit(2, Node(peers.of(rank), rank, 2, spans))
+        output, _ = case.call(leaves, exchange=exchange, start=start, backend="triton", head_split=split)
+        output.backward(case.grad_output[:, start:stop])
+        return {"output": output.detach(), **gradients(leaves)}
+
+    parts = run_logical_ranks(2, shard, timeout_seconds=120)
+    for name, tensor in {"output": one.output, **one.gradients}.items():
+        if name not in PARAMETERS:
+            assert torch.equal(torch.cat([part[name] for part in parts], dim=1), tensor), name

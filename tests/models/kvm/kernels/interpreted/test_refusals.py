@@ -13,6 +13,7 @@ from tests.models.kvm.kernels.interpreted.exact import rounded
         ({"dtype": torch.bfloat16}, "interpreter multiplies bfloat16 wrongly"),
         ({"width": 257}, "head width 257"),
         ({"chunk": 513, "budget": FixedBudget(slots=513)}, "chunk 513"),
+        ({"batch": 2**15, "heads": 2}, "batch times heads 65536"),
     ],
 )
 def test_what_kernels_cannot_do_is_refused_by_name(settings: dict[str, object], named: str) -> None:
