@@ -45,6 +45,10 @@ class Backbone(nn.Module):
 
     def forward(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
         """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V]."""
+        return self.head(self.features(input_ids, context))
+
+    def features(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
+        """What the head reads: input_ids [B, T] -> [B, T, d], normed."""
         x0 = self.norm_embedding(self.embedding(input_ids))
         x = x0
         first_values: dict[str, Tensor] = {}
@@ -53,7 +57,7 @@ class Backbone(nn.Module):
             if kind not in first_values:
                 first_values[kind] = block.first_value(x0, context)
             x = block(x, first_values[kind], context)
-        return self.head(self.norm_head(x))
+        return self.norm_head(x)
 
     def initialise(self, generator: torch.Generator) -> None:
         uniform_(self.embedding.weight, 1e-4, generator)

@@ -7,8 +7,13 @@ from pydantic import Field, model_validator
 
 from models.kinds import (
     BlockWindowConfig,
+    DeltaNetConfig,
     FullAttentionConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    KDAConfig,
     KVMConfig,
+    Mamba2Config,
     OVQConfig,
     RWKV7Config,
     SlidingWindowConfig,
@@ -18,9 +23,14 @@ from parallel.config import FrozenConfig
 
 __all__ = [
     "BlockWindowConfig",
+    "DeltaNetConfig",
     "FullAttentionConfig",
+    "GLAConfig",
+    "GatedDeltaNetConfig",
+    "KDAConfig",
     "KVMConfig",
     "LayerConfig",
+    "Mamba2Config",
     "ModelConfig",
     "OVQConfig",
     "RWKV7Config",
@@ -45,6 +55,7 @@ class ModelConfig(FrozenConfig):
     base_width: int = Field(768, ge=1, description="width at which learning rate and decay are given (muP)")
     value_residual: bool = True
     token_shift: bool = True
+    feed_forward_shift: bool | None = Field(None, description="null: as token_shift")
     activation_checkpointing: bool = False
 
     kvm: KVMConfig = KVMConfig()
@@ -53,6 +64,11 @@ class ModelConfig(FrozenConfig):
     full_attention: FullAttentionConfig = FullAttentionConfig()
     block_window: BlockWindowConfig = BlockWindowConfig()
     ovq: OVQConfig = OVQConfig()
+    gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
+    kda: KDAConfig = KDAConfig()
+    mamba2: Mamba2Config = Mamba2Config()
+    deltanet: DeltaNetConfig = DeltaNetConfig()
+    gla: GLAConfig = GLAConfig()
 
     @property
     def head_width(self) -> int:
@@ -65,6 +81,10 @@ class ModelConfig(FrozenConfig):
     @property
     def depth_scale(self) -> float:
         return self.residual_scale if self.residual_scale is not None else min(1.0, 12 / self.num_layers)
+
+    @property
+    def shifts_feed_forward(self) -> bool:
+        return self.token_shift if self.feed_forward_shift is None else self.feed_forward_shift
 
     @property
     def layer_kinds(self) -> list[str]:
@@ -80,11 +100,6 @@ class ModelConfig(FrozenConfig):
     def position_multiple(self) -> int:
         """Shards of a sequence must start at multiples of this, whatever layer reads them."""
         return lcm(*(config.position_multiple for config in self.used_layer_configs.values()))
-
-    @property
-    def halo_tokens(self) -> int:
-        """No shard of a sequence may be shorter than this."""
-        return max(config.halo_tokens for config in self.used_layer_configs.values())
 
     def layer_config(self, kind: str) -> LayerConfig:
         config: Any = getattr(self, kind)

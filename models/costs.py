@@ -1,11 +1,13 @@
 """What a model costs, from its configuration alone: parameters, FLOPs, bytes sent and kept. No torch."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.layer_config import Elements, MixerCost
 
 SAMPLED_POSITIONS = 64
+MOST_COUNTED_BLOCKS = 2048
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,10 @@ class LayerCosts:
     parameters: int
     last_token_flops: float
     mean_token_flops: float
-    boundary_bytes: (
-        int  # forward, over a shard edge at the end of the context; as many come back as gradients
-    )
+    boundary_bytes: int  # forward, over a shard edge at the end of the context
     decode_state_bytes: int
+    saved_token_bytes: int  # kept for the backward of the last token
+    recomputed_token_bytes: int  # kept besides while activations of this layer are computed again
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class ModelCosts:
     head_parameters: int
     norm_parameters: int  # of the embedding and the head
     head_token_flops: float
+    outside_saved_token_bytes: (
+        int  # of the embedding, of the values that all layers of a kind share, the head
+    )
 
     @property
     def parameters(self) -> int:
@@ -55,6 +60,11 @@ class ModelCosts:
     @property
     def boundary_bytes(self) -> int:
         return sum(layer.boundary_bytes for layer in self.layers)
+
+    @property
+    def saved_token_bytes(self) -> int:
+        """Kept for the backward of a token between the forward and the backward, the loss left out."""
+        return self.outside_saved_token_bytes + sum(layer.saved_token_bytes for layer in self.layers)
 
     @property
     def decode_state_bytes(self) -> int:
@@ -80,7 +90,31 @@ def model_costs(config: ModelConfig, sequence_length: int, element_bytes: int = 
         head_parameters=config.vocab_size * config.hidden_size,
         norm_parameters=4 * config.hidden_size,
         head_token_flops=2 * config.vocab_size * config.hidden_size,
+        outside_saved_token_bytes=(4 + len(set(kinds))) * config.hidden_size * element_bytes + 24,
     )
+
+
+def block_flops(config: ModelConfig, blocks: int, block: int, ranks: int = 1) -> list[int]:
+    """Forward FLOPs of each of the first `blocks` blocks of `block` tokens of a sequence on `ranks` ranks.
+
+    Whole numbers, so that sums of them do not depend on their order or on the machine. Of a long sequence
+    only some blocks are counted, and each stands for those around it.
+    """
+    stride = -(-blocks // MOST_COUNTED_BLOCKS)
+    kinds = Counter(config.layer_kinds)
+    outside = 2 * config.vocab_size * config.hidden_size
+    outside += config.num_layers * 4 * config.hidden_size * config.ffn_width
+    shared = ranks > 1 and config.num_heads % ranks == 0  # reads that ranks share by heads cost all the same
+    counted: list[int] = []
+    for first in range(0, blocks, stride):
+        middle = int((first + min(first + stride, blocks)) * block / 2) + 1
+        mixers = 0
+        for kind, number in kinds.items():
+            layer = config.layer_config(kind)
+            position = blocks * block // 2 if shared and layer.reads_by_heads else middle
+            mixers += number * int(layer.cost(config, position).forward_flops)
+        counted.append(block * (outside + mixers))
+    return [counted[index // stride] for index in range(blocks)]
 
 
 def _layer(
@@ -90,9 +124,11 @@ def _layer(
     kind = config.layer_kinds[index]
     layer = config.layer_config(kind)
     cost = layer.cost(config, sequence_length)
-    width, shift = config.hidden_size, config.hidden_size * config.token_shift
+    width, shift = config.hidden_size, config.hidden_size * config.shifts_feed_forward
     feed_forward = 2 * width * config.ffn_width
     norms = 4 * width
+    plain = config.model_copy(update={"activation_checkpointing": False})
+    saved = _saved_bytes(config, kind, sequence_length, element_bytes)
     boundary = cost.boundary + Elements(shift)
     if first:
         boundary += cost.first_boundary
@@ -104,7 +140,19 @@ def _layer(
         mean_token_flops=mean_flops + 2 * feed_forward,
         boundary_bytes=boundary.size(element_bytes),
         decode_state_bytes=(cost.decode_state + Elements(shift)).size(element_bytes),
+        saved_token_bytes=saved,
+        recomputed_token_bytes=_saved_bytes(plain, kind, sequence_length, element_bytes) - saved,
     )
+
+
+def _saved_bytes(config: ModelConfig, kind: str, sequence_length: int, element_bytes: int) -> int:
+    """By a whole layer: its mixer's share; inputs and moments of two norms; the feed-forward part's input,
+    shifts and two inner widths, or its input alone if the rest is computed again."""
+    width, inner = config.hidden_size, config.ffn_width
+    shifted = width * config.shifts_feed_forward
+    feed_forward = width if config.activation_checkpointing else width + shifted + 2 * inner
+    mixer = config.layer_config(kind).cost(config, sequence_length).saved
+    return (mixer + Elements(2 * width + feed_forward, 4)).size(element_bytes)
 
 
 def _mean_flops(config: ModelConfig, kind: str, sequence_length: int) -> float:

@@ -17,14 +17,31 @@ def generate(
     """
     if prompt_ids.numel() == 0:
         raise ValueError("the prompt is empty; give at least one token")
+    if tokens == 0:
+        return prompt_ids[:0]
     cache = CachedSequence()
-    chosen: list[Tensor] = []
-    next_ids = prompt_ids
-    for _ in range(tokens):
-        logits = read(model, next_ids.unsqueeze(0), cache)[0, -1]
-        next_ids = _choose(logits, temperature, generator).to(prompt_ids.device)
-        chosen.append(next_ids)
-    return torch.cat(chosen) if chosen else prompt_ids[:0]
+    logits = read(model, prompt_ids.unsqueeze(0), cache)[0, -1]
+    return go_on(model, cache, logits, tokens, temperature, generator)
+
+
+@torch.no_grad()
+def go_on(
+    model: Backbone,
+    cache: CachedSequence,
+    logits: Tensor,
+    tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """The `tokens` ids, at least one, after what a cache of one sequence holds -> [tokens].
+
+    logits: [V] of the last token that was read. See `generate`.
+    """
+    chosen = [_choose(logits, temperature, generator)]
+    while len(chosen) < tokens:
+        logits = read(model, chosen[-1].to(logits.device).unsqueeze(0), cache)[0, -1]
+        chosen.append(_choose(logits, temperature, generator))
+    return torch.cat(chosen).to(logits.device)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

@@ -33,21 +33,18 @@ class MixerCost:
     boundary: Elements  # handed over a shard edge that lies there; nothing if a sequence cannot be cut
     decode_state: Elements  # kept to go on by one token
     first_boundary: Elements = Elements()  # handed over besides by the first layer of the kind
+    saved: Elements = Elements()  # kept for the backward of the last token, beside states handed over
 
 
 class LayerConfig(FrozenConfig):
     """Settings of one layer kind; `implementation` names its class as `module:Class`."""
 
     implementation: ClassVar[str]
+    reads_by_heads: ClassVar[bool] = False  # ranks that divide the heads share its reads, wherever cuts lie
 
     @property
     def position_multiple(self) -> int:
         """Shards of a sequence must start at multiples of this."""
-        return 1
-
-    @property
-    def halo_tokens(self) -> int:
-        """Most tokens before its own that a shard asks of the shard before: no shard may be shorter."""
         return 1
 
     def problems(self, model: "ModelConfig", kind: str) -> list[str]:

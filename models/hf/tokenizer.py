@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: the only door to transformers."""
+"""Hugging Face tokenizers, loaded without code of others."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from models.layer_config import LayerConfig, low_rank
+from models.layer_config import Elements, LayerConfig, low_rank
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -21,6 +21,7 @@ class AttentionConfig(LayerConfig):
     rotary_dims: int | None = Field(
         None, ge=0, description="null: half of the head width, all of it for windows"
     )
+    rotary_base: float | None = Field(None, gt=0, description="null: model.rotary_base")
 
     def rotary(self, head_width: int) -> int:
         """Dims of a head that are rotated."""
@@ -40,22 +41,47 @@ class AttentionConfig(LayerConfig):
         return []
 
 
-def projection_parameters(model: "ModelConfig", head_norms: bool = True) -> int:
-    """Queries, keys, values, output, their shifts, norms and the value residual."""
-    width = model.num_heads * model.head_width
-    count = _matrix_elements(model)
+def projection_parameters(model: "ModelConfig", head_norms: bool = True, kv_heads: int | None = None) -> int:
+    """Queries, keys, values, output, their shifts, norms and the value residual.
+
+    kv_heads, here and below: heads of the keys and values; None: as many as queries have.
+    """
+    count = _matrix_elements(model, kv_heads)
     if model.token_shift:
-        count += 3 * width
+        count += shift_elements(model, kv_heads)
     if model.value_residual:
-        count += width
+        count += _kv_width(model, kv_heads)
     if head_norms:
         count += 4 * model.head_width
     return count
 
 
-def projection_flops(model: "ModelConfig") -> int:
+def projection_flops(model: "ModelConfig", kv_heads: int | None = None) -> int:
     """Of one token."""
-    return 2 * _matrix_elements(model)
+    return 2 * _matrix_elements(model, kv_heads)
+
+
+def saved_elements(model: "ModelConfig", kv_heads: int | None = None) -> Elements:
+    """Kept for the backward of one token: what queries, keys and values are made from, they, and the reads.
+
+    The input, the shifts, both operands of the value residual, inputs of the head norms with their two
+    moments, the read's operands, its output and log-sum-exp. Recomputation keeps the projections instead of
+    all that lies between them and the reads.
+    """
+    width, heads = model.num_heads * model.head_width, model.num_heads
+    kv_width = _kv_width(model, kv_heads)
+    if model.activation_checkpointing:
+        return Elements(model.hidden_size + 3 * width + 4 * kv_width, heads)
+    elements = model.hidden_size + 3 * width + 3 * kv_width + shift_elements(model, kv_heads)
+    if model.value_residual:
+        elements += 2 * kv_width + low_rank(model.hidden_size, VALUE_RESIDUAL_FACTOR)
+    return Elements(elements, 3 * heads + 2 * (kv_heads or heads))
+
+
+def saved_windows(model: "ModelConfig", window_blocks: float) -> Elements:
+    """Kept besides where blocks of queries read `window_blocks` blocks of keys and values each: copies of
+    their ranges, and the output before and after it is put together."""
+    return Elements(int(model.num_heads * model.head_width * (2 * window_blocks + 1)))
 
 
 def read_flops(model: "ModelConfig", keys: float) -> float:
@@ -63,17 +89,23 @@ def read_flops(model: "ModelConfig", keys: float) -> float:
     return 4 * model.num_heads * model.head_width * keys
 
 
-def shift_elements(model: "ModelConfig") -> int:
+def shift_elements(model: "ModelConfig", kv_heads: int | None = None) -> int:
     """The token that q, k and v hand over."""
-    return 3 * model.num_heads * model.head_width if model.token_shift else 0
+    if not model.token_shift:
+        return 0
+    return model.num_heads * model.head_width + 2 * _kv_width(model, kv_heads)
 
 
-def window_elements(model: "ModelConfig", tokens: int) -> int:
+def window_elements(model: "ModelConfig", tokens: int, kv_heads: int | None = None) -> int:
     """Keys and values of a window."""
-    return 2 * model.num_heads * model.head_width * tokens
+    return 2 * _kv_width(model, kv_heads) * tokens
 
 
-def _matrix_elements(model: "ModelConfig") -> int:
-    width = model.num_heads * model.head_width
+def _matrix_elements(model: "ModelConfig", kv_heads: int | None) -> int:
+    width, kv_width = model.num_heads * model.head_width, _kv_width(model, kv_heads)
     rank = low_rank(model.hidden_size, VALUE_RESIDUAL_FACTOR) if model.value_residual else 0
-    return 4 * model.hidden_size * width + rank * (model.hidden_size + width)
+    return 2 * model.hidden_size * (width + kv_width) + rank * (model.hidden_size + kv_width)
+
+
+def _kv_width(model: "ModelConfig", kv_heads: int | None) -> int:
+    return (kv_heads or model.num_heads) * model.head_width

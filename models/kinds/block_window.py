@@ -9,6 +9,8 @@ from models.kinds.attention import (
     projection_flops,
     projection_parameters,
     read_flops,
+    saved_elements,
+    saved_windows,
     shift_elements,
     window_elements,
 )
@@ -31,10 +33,6 @@ class BlockWindowConfig(AttentionConfig):
     def position_multiple(self) -> int:
         return self.chunk
 
-    @property
-    def halo_tokens(self) -> int:
-        return max(1, (self.window_chunks - 1) * self.chunk)
-
     def problems(self, model: "ModelConfig", kind: str) -> list[str]:
         problems = super().problems(model, kind)
         if self.sinks > self.chunk:
@@ -51,4 +49,5 @@ class BlockWindowConfig(AttentionConfig):
             projection_flops(model) + reads,
             boundary=Elements(shift + window_elements(model, min(halo, context_tokens) + sinks)),
             decode_state=Elements(shift + window_elements(model, min(window - 1, context_tokens) + sinks)),
+            saved=saved_elements(model) + saved_windows(model, self.window_chunks + self.sinks / self.chunk),
         )

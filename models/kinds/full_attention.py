@@ -7,6 +7,7 @@ from models.kinds.attention import (
     projection_flops,
     projection_parameters,
     read_flops,
+    saved_elements,
     shift_elements,
     window_elements,
 )
@@ -20,8 +21,15 @@ class FullAttentionConfig(AttentionConfig):
     """Causal attention over all tokens."""
 
     implementation: ClassVar[str] = "models.layers.full_attention:FullAttention"
+    reads_by_heads: ClassVar[bool] = True
 
     def cost(self, model: "ModelConfig", context_tokens: int) -> MixerCost:
         kept = Elements(shift_elements(model) + window_elements(model, context_tokens))
         flops = projection_flops(model) + read_flops(model, context_tokens)
-        return MixerCost(projection_parameters(model), flops, boundary=Elements(), decode_state=kept)
+        return MixerCost(
+            projection_parameters(model),
+            flops,
+            boundary=Elements(),
+            decode_state=kept,
+            saved=saved_elements(model),
+        )

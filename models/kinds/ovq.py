@@ -9,6 +9,7 @@ from models.kinds.attention import (
     projection_flops,
     projection_parameters,
     read_flops,
+    saved_elements,
     shift_elements,
     window_elements,
 )
@@ -47,4 +48,13 @@ class OVQConfig(AttentionConfig):
             flops + 2 * heads * width * read,
             boundary=Elements(shift, state),
             decode_state=Elements(shift + window_elements(model, open_tokens), state),
+            saved=saved_elements(model) + self._saved_reads(model, read),
         )
+
+    def _saved_reads(self, model: "ModelConfig", centroids: int) -> Elements:
+        """Of one token of a chunk: its share of the keys and values that the chunk reads, its row of the
+        mask, and its share of the means before the chunk is folded in."""
+        width, means = model.num_heads * model.head_width, centroids / self.chunk
+        keys_and_values = int(2 * width * (means + 1))
+        mask = model.num_heads * (centroids + self.chunk)
+        return Elements(keys_and_values + mask, int(2 * width * means))

@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from models.kinds.recurrence import CHUNK
 from models.layer_config import Elements, LayerConfig, MixerCost, low_rank
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
-
-CHUNK = 32  # tokens of a chunk of the recurrence in matmuls
 
 
 class RWKV7Config(LayerConfig):
@@ -58,4 +57,15 @@ class RWKV7Config(LayerConfig):
             boundary=Elements(width, state),
             decode_state=Elements(width, state),
             first_boundary=Elements(width * model.value_residual),
+            saved=self._saved(model, sum(ranks.values())),
         )
+
+    def _saved(self, model: "ModelConfig", ranks: int) -> Elements:
+        """Of the recurrence in matmuls; kernels that compute it again in the backward keep less. Its maps and
+        states are float32 and count one chunk's share: four of [K, V], five of scores of a chunk's tokens."""
+        width, state = model.hidden_size, model.hidden_size * self.head_dim // CHUNK
+        if model.activation_checkpointing:
+            return Elements(0, 10 * width + 2 * state)
+        scores = 5 * CHUNK * width // self.head_dim
+        projections = (23 if model.value_residual else 21) * width + ranks
+        return Elements(projections, 16 * width + 4 * state + scores)

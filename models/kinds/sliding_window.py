@@ -9,6 +9,8 @@ from models.kinds.attention import (
     projection_flops,
     projection_parameters,
     read_flops,
+    saved_elements,
+    saved_windows,
     shift_elements,
     window_elements,
 )
@@ -30,12 +32,14 @@ class SlidingWindowConfig(AttentionConfig):
     def position_multiple(self) -> int:
         return self.window  # queries are read in blocks of one window
 
-    @property
-    def halo_tokens(self) -> int:
-        return self.window - 1
-
     def cost(self, model: "ModelConfig", context_tokens: int) -> MixerCost:
         before = window_elements(model, min(context_tokens, self.window - 1))
         kept = Elements(shift_elements(model) + before)
         reads = read_flops(model, min(context_tokens, self.window))
-        return MixerCost(projection_parameters(model), projection_flops(model) + reads, kept, kept)
+        return MixerCost(
+            projection_parameters(model),
+            projection_flops(model) + reads,
+            boundary=kept,
+            decode_state=kept,
+            saved=saved_elements(model) + saved_windows(model, 2),
+        )

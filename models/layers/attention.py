@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.initialise import linear_default_
-from models.kinds.attention import VALUE_RESIDUAL_FACTOR
+from models.kinds.attention import VALUE_RESIDUAL_FACTOR, AttentionConfig
 from models.layer_config import low_rank
 from models.layers.low_rank import ValueResidual
-from models.layers.mixer import Mixer
+from models.layers.mixer import Mixer, settings
 from models.layers.rotary import rotate
 from models.layers.segment import segment
-from models.layers.token_shift import TokenShift, previous_tokens
+from models.layers.token_shift import TokenShift, difference_to_previous
 from parallel.sequence.context import SequenceContext
 
 NORM_EPS = 1e-5
@@ -21,7 +21,7 @@ SHIFT_EXPONENTS = {"query": 0.2, "key": 0.7, "value": 0.7}
 
 
 class QueriesKeysValues(NamedTuple):
-    """Each [B, T, H, D]."""
+    """Each [B, T, H, D]; keys and values may have fewer heads."""
 
     query: Tensor
     key: Tensor
@@ -29,34 +29,42 @@ class QueriesKeysValues(NamedTuple):
 
 
 class AttentionProjections(nn.Module):
-    """x [B, T, d] -> queries, keys and values [B, T, H, D], shifted, normed and rotated."""
+    """x [B, T, d] -> queries, keys and values [B, T, H, D], shifted, normed and rotated.
 
-    def __init__(self, model: ModelConfig, index: int, name: str, rotary_dims: int) -> None:
+    kv_heads: of keys and values; None: as many as queries have.
+    """
+
+    def __init__(
+        self, model: ModelConfig, index: int, name: str, rotary_dims: int, kv_heads: int | None = None
+    ) -> None:
         super().__init__()
         width = model.num_heads * model.head_width
+        kv_width = (kv_heads or model.num_heads) * model.head_width
         self.name = name
         self.head_width = model.head_width
-        self.rotary_dims, self.rotary_base = rotary_dims, model.rotary_base
+        own_base = settings(model, index, AttentionConfig).rotary_base
+        self.rotary_dims, self.rotary_base = rotary_dims, own_base or model.rotary_base
         self.recompute = model.activation_checkpointing
         self.query = nn.Linear(model.hidden_size, width, bias=False)
-        self.key = nn.Linear(model.hidden_size, width, bias=False)
-        self.value = nn.Linear(model.hidden_size, width, bias=False)
+        self.key = nn.Linear(model.hidden_size, kv_width, bias=False)
+        self.value = nn.Linear(model.hidden_size, kv_width, bias=False)
         self.shifts: nn.ModuleDict | None = None
         if model.token_shift:
             depth_ratio = 1 - index / model.num_layers
+            widths = {"query": width, "key": kv_width, "value": kv_width}
             self.shifts = nn.ModuleDict(
-                {name: TokenShift(width, factor * depth_ratio) for name, factor in SHIFT_EXPONENTS.items()}
+                {name: TokenShift(widths[name], one * depth_ratio) for name, one in SHIFT_EXPONENTS.items()}
             )
         self.value_residual: ValueResidual | None = None
         if model.value_residual:
             rank = low_rank(model.hidden_size, VALUE_RESIDUAL_FACTOR)
             base_rank = low_rank(model.base_width, VALUE_RESIDUAL_FACTOR)
-            self.value_residual = ValueResidual(model.hidden_size, width, rank, base_rank)
+            self.value_residual = ValueResidual(model.hidden_size, kv_width, rank, base_rank)
         self.norm_query: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)
         self.norm_key: nn.Module = nn.LayerNorm(self.head_width, eps=NORM_EPS)
 
     def first_value(self, x0: Tensor) -> Tensor:
-        """Values [B, T, H*D] of the normed embedding."""
+        """Values [B, T, H*D] of the normed embedding, of the heads that values have."""
         return self.value(x0) if self.value_residual is not None else x0
 
     def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> QueriesKeysValues:
@@ -81,7 +89,7 @@ class AttentionProjections(nn.Module):
     ) -> QueriesKeysValues:
         if self.shifts is not None:
             projected = tuple(
-                shift(z, previous_tokens(z, edge, first=z[:, :1]))
+                shift(z, difference_to_previous(z, edge, first=z[:, :1]))
                 for shift, z, edge in zip(self.shifts.values(), projected, halo, strict=True)
             )
         query, key, value = (z.unflatten(-1, (-1, self.head_width)) for z in projected)
@@ -97,9 +105,9 @@ class AttentionProjections(nn.Module):
 class AttentionMixer(Mixer):
     """Base of the attention kinds, which say how queries meet keys and values."""
 
-    def __init__(self, model: ModelConfig, index: int, rotary_dims: int) -> None:
+    def __init__(self, model: ModelConfig, index: int, rotary_dims: int, kv_heads: int | None = None) -> None:
         super().__init__(model, index)
-        self.projections = AttentionProjections(model, index, self.name, rotary_dims)
+        self.projections = AttentionProjections(model, index, self.name, rotary_dims, kv_heads)
         self.output = nn.Linear(model.num_heads * model.head_width, model.hidden_size, bias=False)
 
     def first_value(self, x0: Tensor, context: SequenceContext) -> Tensor:
@@ -110,7 +118,7 @@ class AttentionMixer(Mixer):
         return self.output(self.attend(x, heads, context).flatten(2))
 
     def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
-        """x [B, T, d] and its queries, keys and values [B, T, H, D] -> [B, T, H, D]."""
+        """x [B, T, d] and its queries, keys and values -> [B, T, H, D]."""
         raise NotImplementedError
 
     def initialise(self, generator: torch.Generator) -> None:

@@ -22,8 +22,8 @@ class BlockWindow(AttentionMixer):
 
     def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
         # A later call may start inside a block and then needs the block's own first tokens too.
-        kept = self.reach + (self.chunk - 1 if context.keeps_state else 0)
-        key, value = context.halo(f"{self.name}.window", (heads.key, heads.value), kept)
+        kept = self.reach + self.chunk - 1
+        key, value = context.halo(f"{self.name}.window", (heads.key, heads.value), self.reach, keep=kept)
         sinks = None
         if self.sinks:
             heads, sinks = self._first_tokens(heads, context)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.initialise import orthogonal_
 from models.layers.segment import segment
-from models.layers.token_shift import TokenShift, previous_tokens
+from models.layers.token_shift import TokenShift, difference_to_previous
 from parallel.sequence.context import SequenceContext
 
 
@@ -18,7 +18,7 @@ class FeedForward(nn.Module):
         self.name = f"{index}.feed_forward"
         self.recompute = model.activation_checkpointing
         exponent = (1 - index / model.num_layers) ** 4
-        self.shift = TokenShift(model.hidden_size, exponent) if model.token_shift else None
+        self.shift = TokenShift(model.hidden_size, exponent) if model.shifts_feed_forward else None
         self.expand = nn.Linear(model.hidden_size, model.ffn_width, bias=False)
         self.contract = nn.Linear(model.ffn_width, model.hidden_size, bias=False)
 
@@ -31,7 +31,8 @@ class FeedForward(nn.Module):
 
     def _shift_and_activate(self, x: Tensor, halo: Tensor) -> Tensor:
         assert self.shift is not None
-        return self._activate(self.shift(x, previous_tokens(x, halo, first=torch.zeros_like(x[:, :1]))))
+        difference = difference_to_previous(x, halo, first=torch.zeros_like(x[:, :1]))
+        return self._activate(self.shift(x, difference))
 
     def _activate(self, x: Tensor) -> Tensor:
         return self.contract(torch.relu(self.expand(x)).square())

@@ -9,6 +9,7 @@ from models.kvm import kvm_attention
 from models.layers.attention import AttentionMixer, QueriesKeysValues
 from models.layers.mixer import settings
 from parallel.sequence.context import SequenceContext
+from parallel.sequence.named import NamedExchange, named_split
 
 
 class KVM(AttentionMixer):
@@ -16,16 +17,17 @@ class KVM(AttentionMixer):
 
     def __init__(self, model: ModelConfig, index: int) -> None:
         config = settings(model, index, KVMConfig)
-        super().__init__(model, index, config.rotary(model.head_width))
+        heads = config.key_value_heads(model)
+        super().__init__(model, index, config.rotary(model.head_width), heads)
         self.config = config
         self.state_norm_weight = nn.Parameter(torch.empty(model.head_width))
         self.state_norm_bias = nn.Parameter(torch.empty(model.head_width))
-        self.gate = nn.Linear(model.hidden_size, model.num_heads, bias=False) if config.merge_gate else None
+        self.gate = nn.Linear(model.hidden_size, heads, bias=False) if config.merge_gate else None
         self.window_temperature: nn.Parameter | None = None
         self.state_temperature: nn.Parameter | None = None
         if config.head_temperatures:
-            self.window_temperature = nn.Parameter(torch.empty(model.num_heads))
-            self.state_temperature = nn.Parameter(torch.empty(model.num_heads))
+            self.window_temperature = nn.Parameter(torch.empty(heads))
+            self.state_temperature = nn.Parameter(torch.empty(heads))
 
     def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
         out, state = kvm_attention(
@@ -47,8 +49,9 @@ class KVM(AttentionMixer):
             state=context.load(self.name),
             return_state=context.keeps_state,
             backend=self.config.backend,
-            exchange=context.exchange,
+            exchange=NamedExchange(context.exchange, str(self.index)),
             start=context.start,
+            head_split=named_split(context.head_split, str(self.index)),
         )
         context.store(self.name, state)
         return out

@@ -41,8 +41,8 @@ class OVQ(AttentionMixer):
         chunk = self.config.chunk
         opened = context.start % chunk  # tokens of the first chunk that earlier calls have read
         key, value = heads.key, heads.value
-        if context.keeps_state:
-            before = context.halo(f"{self.name}.window", (key, value), chunk - 1)
+        before = context.halo(f"{self.name}.window", (key, value), 0, keep=chunk - 1)
+        if opened:
             key, value = (
                 torch.cat([kept[:, kept.shape[1] - opened :], own], dim=1)
                 for kept, own in zip(before, (key, value), strict=True)

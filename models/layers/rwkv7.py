@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig, RWKV7Config
 from models.initialise import orthogonal_, ramp
-from models.layers import rwkv7_chunk
+from models.layers import chunk_recurrence
 from models.layers.low_rank import LowRank, ValueResidual
 from models.layers.mixer import Mixer, settings
+from models.layers.rwkv7_chunk import chunk_maps
 from models.layers.segment import segment
-from models.layers.token_shift import TokenShift, previous_tokens
+from models.layers.token_shift import TokenShift, difference_to_previous
 from parallel.sequence.context import SequenceContext
 
 HEAD_NORM_EPS = 64e-5
@@ -55,7 +56,7 @@ class RWKV7(Mixer):
         if self.value_residual is None:
             return x0
         (halo,) = context.halo(f"{self.name}.first_shift", (x0,), 1)
-        return self.value(self.shifts["value"](x0, _previous(x0, halo)))
+        return self.value(self.shifts["value"](x0, _difference(x0, halo)))
 
     def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
         (halo,) = context.halo(f"{self.name}.shift", (x,), 1)
@@ -66,8 +67,8 @@ class RWKV7(Mixer):
 
     def _project(self, x: Tensor, halo: Tensor, first_value: Tensor) -> tuple[Tensor, ...]:
         """r, log w, k, v, a, b and the output's gate, each [B, T, d]."""
-        previous = _previous(x, halo)
-        mixed = {name: shift(x, previous) for name, shift in self.shifts.items()}
+        difference = _difference(x, halo)
+        mixed = {name: shift(x, difference) for name, shift in self.shifts.items()}
         log_w = STRONGEST_DECAY * torch.sigmoid(self.decay(mixed["decay"]).float())
         key, value = self.key(mixed["key"]), self.value(mixed["value"])
         if self.value_residual is not None:
@@ -89,11 +90,12 @@ class RWKV7(Mixer):
             (state,) = context.receive(name, (zeros,))
             out, state = _fla_recurrence(heads, state)
             return context.send(name, (state,), tie=out)
-        maps = segment(self.recompute, rwkv7_chunk.chunk_maps, *(z.to(dtype) for z in heads))
-        (state,) = context.receive(name, (zeros,))
-        states, state = rwkv7_chunk.carry(maps, state)
-        states = context.send(name, (state,), tie=states)  # before any read: the next rank waits for it
-        return rwkv7_chunk.read(maps, states, tokens)
+        with torch.autocast(heads[0].device.type, enabled=False):
+            maps = segment(self.recompute, chunk_maps, *(z.to(dtype) for z in heads))
+            (state,) = context.receive(name, (zeros,))
+            states, state = chunk_recurrence.carry(maps, state)
+            states = context.send(name, (state,), tie=states)  # before any read: the next rank waits for it
+            return chunk_recurrence.read(maps, states, tokens)
 
     def _finish(self, out: Tensor, gate: Tensor, receptance: Tensor, key: Tensor, value: Tensor) -> Tensor:
         normed = self.norm(out.to(value.dtype).flatten(0, 1).flatten(1)).view_as(gate)
@@ -126,8 +128,8 @@ def initial_decay(width: int, head_dim: int, depth: float) -> Tensor:
     return -6 + 6 * rise + 0.5 + 2.5 * zigzag(width, head_dim)
 
 
-def _previous(x: Tensor, halo: Tensor) -> Tensor:
-    return previous_tokens(x, halo, first=torch.zeros_like(x[:, :1]))
+def _difference(x: Tensor, halo: Tensor) -> Tensor:
+    return difference_to_previous(x, halo, first=torch.zeros_like(x[:, :1]))
 
 
 def _fla_recurrence(heads: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,27 +8,15 @@ Per head, with state S [K, V]: `S_t = diag(w_t) S_{t-1} + b_t (a_t^T S_{t-1}) + 
     S' = exp(G_C) (S + b~^T u + k~^T v)  = transition S + inflow
     o  = r~ S + A_rb u + A_rk v          = readout S + local,     r~_t = r_t exp(G_t)
 
-A_xy holds the causal products x~_i . y~_j (j < i for a, j <= i for r). Only `carry`, one small matmul a
-chunk, is serial. log w > -0.607 keeps the exponents below 20 over a chunk of 32: float32 holds the factors.
+A_xy holds the causal products x~_i . y~_j (j < i for a, j <= i for r). log w > -0.607 keeps the exponents
+below 20 over a chunk of 32: float32 holds the factors.
 """
 
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from models.kinds.rwkv7 import CHUNK
-
-
-class ChunkMaps(NamedTuple):
-    """What each of N chunks does to the state before it, and how it reads it."""
-
-    transition: Tensor  # [N, B, H, K, K]
-    inflow: Tensor  # [N, B, H, K, V]
-    readout: Tensor  # [N, B, H, C, K]
-    local: Tensor  # [N, B, H, C, V]
+from models.kinds.recurrence import CHUNK
+from models.layers.chunk_recurrence import ChunkMaps, in_chunks
 
 
 def chunk_maps(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> ChunkMaps:
@@ -36,7 +24,7 @@ def chunk_maps(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
 
     A short last chunk is filled up with tokens that leave the state as it is.
     """
-    r, log_w, k, v, a, b = (_in_chunks(z) for z in (r, log_w, k, v, a, b))
+    r, log_w, k, v, a, b = (in_chunks(z) for z in (r, log_w, k, v, a, b))
     total = log_w.cumsum(-2)
     shrink = (-total).exp()
     ar = torch.cat([a * (total - log_w).exp(), r * total.exp()], dim=-2)  # [N, B, H, 2C, K]
@@ -57,54 +45,6 @@ def chunk_maps(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
         readout=r + to_reads[..., :key_width],
         local=to_reads[..., key_width:] + r_k @ v,
     )
-
-
-def carry(maps: ChunkMaps, state: Tensor) -> tuple[Tensor, Tensor]:
-    """state [B, H, K, V] before the first chunk -> states before each [N, B, H, K, V], state after all."""
-    states, last = _Carry.apply(maps.transition, maps.inflow, state)
-    return states, last
-
-
-def read(maps: ChunkMaps, states: Tensor, tokens: int) -> Tensor:
-    """What the first `tokens` tokens read -> [B, T, H, V]."""
-    out = maps.local + maps.readout @ states  # [N, B, H, C, V]
-    return out.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
-
-
-class _Carry(torch.autograd.Function):
-    """S <- transition S + inflow, chunk by chunk; the gradient of the state runs back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, transition: Tensor, inflow: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        chunks, shape = len(transition), state.shape
-        maps, added = transition.flatten(1, 2), inflow.flatten(1, 2)
-        states = state.new_empty(chunks + 1, *maps.shape[1:-1], shape[-1])
-        states[0] = state.flatten(0, 1)
-        for i in range(chunks):
-            torch.baddbmm(added[i], maps[i], states[i], out=states[i + 1])
-        ctx.save_for_backward(transition, states)
-        return states[:-1].unflatten(1, shape[:2]), states[-1].clone().view(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        transition, states = ctx.saved_tensors
-        grad_states, grad_last = grads
-        maps, shape = transition.flatten(1, 2).transpose(-1, -2), grad_last.shape
-        grad_states = grad_states.flatten(1, 2)
-        after = torch.empty_like(states)  # gradient of every state, from all that comes later
-        after[-1] = grad_last.flatten(0, 1)
-        for i in range(len(maps) - 1, -1, -1):
-            torch.baddbmm(grad_states[i], maps[i], after[i + 1], out=after[i])
-        grad_transition = after[1:] @ states[:-1].transpose(-1, -2)
-        unflatten = (1, shape[:2])
-        return grad_transition.unflatten(*unflatten), after[1:].unflatten(*unflatten), after[0].view(shape)
-
-
-def _in_chunks(z: Tensor) -> Tensor:
-    """[B, T, H, D] -> [N, B, H, C, D], zeros behind the last token."""
-    z = F.pad(z, (0, 0, 0, 0, 0, -z.shape[1] % CHUNK))
-    return z.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4).contiguous()
 
 
 def _causal_mask(like: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.backbone import Backbone
-from models.hf.names import from_authors
-from models.hf.settings import model_config
+from models.published.names import from_authors
+from models.published.settings import model_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

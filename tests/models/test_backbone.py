@@ -12,9 +12,10 @@ from models.config import KVMConfig, LayerConfig, ModelConfig
 from models.initialise import initialise
 from models.loss import token_losses
 from parallel.sequence.context import SequenceContext, WholeSequence
-from tests.models.tiny import HYBRID, tiny_batch, tiny_config, tiny_model
+from tests.models.tiny import HYBRID, RECURRENCES, SIMPLER_RECURRENCES, tiny_batch, tiny_config, tiny_model
 
-EVERY_KIND = ["kvm", "rwkv7", "sliding_window", "full_attention", "block_window", "ovq"]
+ATTENTION_KINDS = ["kvm", "sliding_window", "full_attention", "block_window", "ovq"]
+EVERY_KIND = [*ATTENTION_KINDS, "rwkv7", *RECURRENCES, *SIMPLER_RECURRENCES]
 
 
 def loss_and_gradients(model: Backbone, tokens: int = 75) -> tuple[Tensor, dict[str, Tensor]]:
@@ -182,4 +183,3 @@ def test_shards_align_to_every_kind_in_use() -> None:
     assert tiny_config(HYBRID).position_multiple == 32
     assert tiny_config(["kvm", "sliding_window"]).position_multiple == 16
     assert tiny_config(["full_attention"]).position_multiple == 1
-    assert tiny_config(HYBRID).halo_tokens == 16

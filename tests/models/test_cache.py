@@ -5,9 +5,18 @@ import torch
 
 from models.cache import CachedSequence, read
 from parallel.sequence.context import WholeSequence
-from tests.models.tiny import HYBRID, tiny_batch, tiny_model
+from tests.models.tiny import HYBRID, RECURRENCES, SIMPLER_RECURRENCES, tiny_batch, tiny_model
 
-KINDS = [["kvm"], ["rwkv7"], ["sliding_window"], ["full_attention"], ["block_window"], ["ovq"], HYBRID]
+KINDS = [
+    ["kvm"],
+    ["rwkv7"],
+    ["sliding_window"],
+    ["full_attention"],
+    ["block_window"],
+    ["ovq"],
+    HYBRID,
+    [*RECURRENCES, *SIMPLER_RECURRENCES],
+]
 TOKENS = 75
 
 

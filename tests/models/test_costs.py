@@ -10,12 +10,12 @@ from models.budget import FixedBudget, PowerLawBudget, SaturatingBudget
 from models.cache import CachedSequence, read
 from models.config import KVMConfig, ModelConfig
 from models.costs import model_costs
-from models.kvm.layout import KVMSettings, slots_covering
+from models.kvm.layout import KVMSettings, slots_covering, tokens_covered
 from tests.models.shards import run_on_shards
-from tests.models.tiny import tiny_batch, tiny_config, tiny_model
+from tests.models.tiny import RECURRENCES, SIMPLER_RECURRENCES, tiny_batch, tiny_config, tiny_model
 
-KINDS = ["kvm", "rwkv7", "sliding_window", "full_attention", "block_window", "ovq"]
-SPLIT_KINDS = ["kvm", "rwkv7", "sliding_window", "block_window", "ovq"]
+SPLIT_KINDS = ["kvm", "rwkv7", "sliding_window", "block_window", "ovq", *RECURRENCES, *SIMPLER_RECURRENCES]
+KINDS = [*SPLIT_KINDS, "full_attention"]
 
 
 @pytest.mark.parametrize("value_residual", [True, False])
@@ -83,6 +83,8 @@ def test_slots_are_those_of_the_operator(
     operator = KVMSettings(budget, chunk=chunk, window_chunks=window_chunks, max_slots=max_slots)
     for tokens in [*range(chunk), *range(chunk, 40 * chunk, chunk)]:
         assert config.slots_covering(tokens) == slots_covering(operator, tokens)
+        read = tokens_covered(operator, tokens)
+        assert config.slots_after(tokens) == slots_covering(operator, read)
 
 
 def test_flops_grow_with_the_context_only_where_the_reads_do() -> None:

@@ -9,7 +9,12 @@ from models.backbone import Backbone
 from models.budget import PowerLawBudget
 from models.config import (
     BlockWindowConfig,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    KDAConfig,
     KVMConfig,
+    Mamba2Config,
     ModelConfig,
     OVQConfig,
     RWKV7Config,
@@ -18,6 +23,8 @@ from models.config import (
 from models.initialise import initialise
 
 HYBRID = ["kvm", "rwkv7", "sliding_window", "kvm"]
+RECURRENCES = ["gated_deltanet", "kda", "mamba2"]  # of flash-linear-attention
+SIMPLER_RECURRENCES = ["deltanet", "gla"]  # without decay, without a convolution
 
 
 def tiny_config(layers: list[str], **changes: Any) -> ModelConfig:
@@ -33,6 +40,11 @@ def tiny_config(layers: list[str], **changes: Any) -> ModelConfig:
         "sliding_window": SlidingWindowConfig(window=8),
         "block_window": BlockWindowConfig(chunk=8, window_chunks=3, sinks=2),
         "ovq": OVQConfig(chunk=8, max_centroids=24),
+        "gated_deltanet": GatedDeltaNetConfig(num_heads=4, head_dim=6),
+        "kda": KDAConfig(num_heads=4, head_dim=8, expand_v=1.5),
+        "deltanet": DeltaNetConfig(num_heads=4, head_dim=6),
+        "gla": GLAConfig(num_heads=4, decay_rank=8),
+        "mamba2": Mamba2Config(head_dim=8, state_size=12, expand=1.0),
     }
     return ModelConfig(**(values | changes))
 

@@ -1,6 +1,5 @@
 """The chunk form of RWKV-7 against a loop in float64 and against flash-linear-attention's plain path."""
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -8,16 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kinds.rwkv7 import CHUNK
-from models.layers.rwkv7_chunk import carry, chunk_maps, read
+from models.kinds.recurrence import CHUNK
+from models.layers.rwkv7_chunk import chunk_maps
+from tests.models.layers.recurrences import Result, chunked, doubles, with_gradients
 
-Result = tuple[Tensor, Tensor]
-
-
-def chunked(inputs: list[Tensor], state: Tensor) -> Result:
-    maps = chunk_maps(*inputs)
-    states, last = carry(maps, state)
-    return read(maps, states, inputs[0].shape[1]), last
+RWKV7 = chunked(chunk_maps)
 
 
 def loop(inputs: list[Tensor], state: Tensor) -> Result:
@@ -61,25 +55,15 @@ def random_inputs(tokens: int, keys: int, values: int, dtype: torch.dtype) -> tu
     return [z.to(dtype).requires_grad_() for z in inputs], state.to(dtype).requires_grad_()
 
 
-def with_gradients(
-    function: Callable[[list[Tensor], Tensor], Result], inputs: list[Tensor], state: Tensor
-) -> list[Tensor]:
-    """Output, final state and the gradients of all inputs and the initial state, through both."""
-    out, last = function(inputs, state)
-    weights = [torch.linspace(-1, 1, z.numel(), dtype=z.dtype).sin().view_as(z) for z in (out, last)]
-    gradients = torch.autograd.grad((out, last), [*inputs, state], weights)
-    return [out.detach(), last.detach(), *gradients]
-
-
 @pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 100])
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 3e-6), (torch.float64, 1e-13)])
 def test_outputs_states_and_gradients_equal_a_float64_loop(
     tokens: int, dtype: torch.dtype, allowed: float
 ) -> None:
     inputs, state = random_inputs(tokens, keys=16, values=24, dtype=dtype)
-    found = with_gradients(chunked, inputs, state)
-    exact = [z.detach().double().requires_grad_() for z in (*inputs, state)]
-    for ours, expected in zip(found, with_gradients(loop, exact[:-1], exact[-1]), strict=True):
+    found = with_gradients(RWKV7, inputs, state)
+    exact = doubles(inputs, state)
+    for ours, expected in zip(found, with_gradients(loop, *exact), strict=True):
         assert ours.dtype == dtype
         assert (ours - expected).abs().max() <= allowed * expected.abs().max()
 
@@ -88,7 +72,7 @@ def test_outputs_states_and_gradients_equal_a_float64_loop(
 def test_outputs_states_and_gradients_equal_the_plain_path_of_fla(tokens: int) -> None:
     inputs, state = random_inputs(tokens, keys=16, values=24, dtype=torch.float32)
     for ours, expected in zip(
-        with_gradients(chunked, inputs, state), with_gradients(naive, inputs, state), strict=True
+        with_gradients(RWKV7, inputs, state), with_gradients(naive, inputs, state), strict=True
     ):
         assert (ours - expected).abs().max() <= 5e-6 * expected.abs().max()
 
@@ -96,9 +80,9 @@ def test_outputs_states_and_gradients_equal_the_plain_path_of_fla(tokens: int) -
 def test_the_strongest_decay_stays_finite_and_exact() -> None:
     inputs, state = random_inputs(96, keys=16, values=24, dtype=torch.float32)
     inputs[1] = torch.full_like(inputs[1], -0.6065).requires_grad_()
-    exact = [z.detach().double().requires_grad_() for z in (*inputs, state)]
-    found = with_gradients(chunked, inputs, state)
-    for ours, expected in zip(found, with_gradients(loop, exact[:-1], exact[-1]), strict=True):
+    exact = doubles(inputs, state)
+    found = with_gradients(RWKV7, inputs, state)
+    for ours, expected in zip(found, with_gradients(loop, *exact), strict=True):
         assert (ours - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
@@ -106,10 +90,10 @@ def test_the_strongest_decay_stays_finite_and_exact() -> None:
 def test_calls_that_hand_the_state_over_give_the_bits_of_one_call(cuts: list[int]) -> None:
     inputs, state = random_inputs(177, keys=16, values=24, dtype=torch.float32)
     with torch.no_grad():
-        whole, last = chunked(inputs, state)
+        whole, last = RWKV7(inputs, state)
         parts = []
         for low, high in pairwise([0, *cuts, 177]):
-            part, state = chunked([z[:, low:high] for z in inputs], state)
+            part, state = RWKV7([z[:, low:high] for z in inputs], state)
             parts.append(part)
 
     assert torch.equal(torch.cat(parts, dim=1), whole)

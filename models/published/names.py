@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from models.config import ModelConfig, RWKV7Config
+from models.config import ModelConfig
 
 _BACKBONE = {
     "transformer.wte.weight": "embedding.weight",
@@ -34,17 +34,21 @@ _ATTENTION = {
     "v_gate0": "projections.value_residual.gate.bias",
     "v_gate1.weight": "projections.value_residual.gate.down.weight",
     "v_gate2.weight": "projections.value_residual.gate.up.weight",
+}
+_HEAD_NORMS = {
     "ln_q.weight": "projections.norm_query.weight",
     "ln_q.bias": "projections.norm_query.bias",
     "ln_k.weight": "projections.norm_key.weight",
     "ln_k.bias": "projections.norm_key.bias",
+}
+_KVM = {
     "ln_s_k.weight": "state_norm_weight",
     "ln_s_k.bias": "state_norm_bias",
     "key_weighting.weight": "gate.weight",
     "front_head_temp": "window_temperature",
     "state_head_temp": "state_temperature",
-    "beta": "query_scale",
 }
+_OVQ = {"beta": "query_scale"}
 _RWKV7 = {
     "x_r": "shifts.receptance.amount",
     "x_w": "shifts.decay.amount",
@@ -73,20 +77,37 @@ _RWKV7 = {
     "ln_x.weight": "norm.weight",
     "ln_x.bias": "norm.bias",
 }
+_MIXERS = {
+    "kvm": _ATTENTION | _HEAD_NORMS | _KVM,
+    "sliding_window": _ATTENTION | _HEAD_NORMS,
+    "full_attention": _ATTENTION | _HEAD_NORMS,
+    "block_window": _ATTENTION | _HEAD_NORMS,
+    "ovq": _ATTENTION | _OVQ,
+    "rwkv7": _RWKV7,
+}
 _THREE_DIMS = {"mlp.x_k", "attn.v_gate0"} | {
     f"attn.{name}" for name in ("w0", "a0", "v0", "k_k", "k_a", "x_r", "x_w", "x_a", "x_g")
 }  # stored as [1, 1, d]; RWKV-7's x_k and x_v too
 
 
 def name_map(model: ModelConfig) -> dict[str, str]:
-    """Authors' name -> our name, of every parameter such a model may have."""
+    """Authors' name -> our name, of every parameter such layers may have; some are switched off by settings.
+
+    ValueError for a kind of layer that the published layout does not know.
+    """
     names = dict(_BACKBONE)
     for index, kind in enumerate(model.layer_kinds):
+        if kind not in _MIXERS:
+            raise ValueError(f"model.layers names {kind}, which the published layout has no names for")
         theirs, ours = f"transformer.h.{index}.", f"layers.{index}."
-        mixer = _RWKV7 if isinstance(model.layer_config(kind), RWKV7Config) else _ATTENTION
         names |= {theirs + a: ours + b for a, b in _BLOCK.items()}
-        names |= {f"{theirs}attn.{a}": f"{ours}mixer.{b}" for a, b in mixer.items()}
+        names |= {f"{theirs}attn.{a}": f"{ours}mixer.{b}" for a, b in _MIXERS[kind].items()}
     return names
+
+
+def published_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
+    """The shape in which the published layout keeps our parameter of `shape` under its own `name`."""
+    return (1, 1, *shape) if _is_three_dims(name, model) else shape
 
 
 def from_authors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -105,7 +126,7 @@ def to_authors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, T
     if unknown:
         raise ValueError(f"the published layout has no place for {unknown}")
     return {
-        names[name]: z.view(1, 1, -1) if _is_three_dims(names[name], model) else z
+        names[name]: z.view(published_shape(names[name], tuple(z.shape), model))
         for name, z in tensors.items()
     }
 
@@ -115,5 +136,5 @@ def _is_three_dims(name: str, model: ModelConfig) -> bool:
         return False
     index, within = name.removeprefix("transformer.h.").split(".", 1)
     if within in ("attn.x_k", "attn.x_v"):
-        return isinstance(model.layer_config(model.layer_kinds[int(index)]), RWKV7Config)
+        return model.layer_kinds[int(index)] == "rwkv7"
     return within in _THREE_DIMS

@@ -1,0 +1,1 @@
+"""What a Hugging Face folder of ours holds besides its weights. No transformers."""

@@ -1,0 +1,45 @@
+"""A model's `config.json` as transformers reads and writes it."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from models.config import ModelConfig
+from models.folder.config import require_agreement, standard_settings
+
+
+class KVMDistConfig(PretrainedConfig):
+    """`model`, the dump of a ModelConfig, says everything; the standard keys repeat a few of its fields.
+
+    ValueError if they contradict it, or if a field of `model` is unknown or out of range.
+    """
+
+    model_type = "kvm_dist"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        model: ModelConfig | dict[str, Any] | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **keys: Any,
+    ) -> None:
+        settings = model if isinstance(model, ModelConfig) else ModelConfig(**(model or {}))
+        if keys.pop("tie_word_embeddings", False):
+            raise ValueError("tie_word_embeddings=True is not supported: the head is a matrix of its own")
+        given = {name: keys.pop(name, value) for name, value in standard_settings(settings).items()}
+        super().__init__(**keys)
+        self.model = settings.model_dump(mode="json")
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.tie_word_embeddings = False
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        require_agreement(vars(self), settings)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """`model` with its types, checked again: attributes of a config may be set at any time."""
+        settings = ModelConfig(**self.model)
+        require_agreement(vars(self), settings)
+        return settings

@@ -1,0 +1,1 @@
+"""The layout that the paper's authors publish models in: names, shapes, settings. No transformers."""
