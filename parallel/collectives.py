@@ -46,6 +46,16 @@ def broadcast_object(value: T, source: int = 0, group: Group = None) -> T:
     return box[0]
 
 
+def broadcast(tensor: Tensor, source: int = 0, group: Group = None) -> Tensor:
+    """The tensor of rank `source` of the group, on every rank; shapes and dtypes agree. The one given may be
+    written over where it is not the source's."""
+    if size(group) == 1:
+        return tensor.detach()
+    sent = tensor.detach().contiguous().to(_device(group))
+    dist.broadcast(sent, group=group, group_src=source)
+    return sent.to(tensor.device)
+
+
 def gather_objects(value: T, group: Group = None) -> list[T]:
     """Every rank's value in rank order, on every rank."""
     if size(group) == 1:

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+NodeSplits = Literal["operator", "routing"]  # what ranks of a node share the work on, by heads
+
 
 class FrozenConfig(BaseModel):
     """Base of every config type: unknown keys are refused, nothing changes after loading."""
@@ -16,6 +18,38 @@ class ParallelConfig(FrozenConfig):
 
     data: int = Field(1, ge=1, description="data-parallel degree")
     sequence: int = Field(1, ge=1, description="sequence-parallel degree: ranks that share one sequence")
+    shards: Literal["balanced", "equal"] = Field(
+        "balanced", description="balanced: shards of equal modelled cost; equal: of equal length and memory"
+    )
+    growth_cost: float = Field(
+        1.0,
+        gt=0,
+        description="for balanced shards: how long a FLOP of what grows along a sequence, as its state does, "
+        "takes beside one of a projection; about 3 on GPUs",
+    )
+    truncate_gradients: bool = Field(
+        False,
+        description="true: states still travel over shard edges, their gradients do not; another result",
+    )
+    head_groups: int = Field(
+        1,
+        ge=1,
+        description="messages in which sequence ranks hand over a state, each of some of the heads",
+    )
+    head_parallel: int = Field(
+        1,
+        ge=1,
+        description="neighbouring sequence ranks that split KVM by heads; states go from node to node",
+    )
+    node_splits: NodeSplits = Field(
+        "operator",
+        description="what head_parallel ranks split: all of KVM, or only the serial part of its forward",
+    )
+    alternate_chain: bool = Field(
+        False,
+        description="true: every second micro-batch of a step begins on the last sequence rank: ranks wait "
+        "half as long at ZeRO 0 and 1",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage over all ranks")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of weights in the forward"
@@ -35,6 +69,15 @@ class ParallelConfig(FrozenConfig):
     @property
     def world_size(self) -> int:
         return self.data * self.sequence
+
+    @model_validator(mode="after")
+    def _nodes_are_full(self) -> "ParallelConfig":
+        if self.sequence % self.head_parallel:
+            raise ValueError(
+                f"parallel.head_parallel={self.head_parallel} does not divide "
+                f"parallel.sequence={self.sequence}; every node has as many sequence ranks"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bfloat16_needs_zero(self) -> "ParallelConfig":

@@ -1,8 +1,11 @@
 """How ranks find each other at start, and say whom they miss."""
 
+import ipaddress
+import itertools
 import os
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from parallel.placement import Placement
 
 _POLL_SECONDS = 0.05
+_KNOCK_SECONDS = 3.0  # at one address, where there are several
 
 
 def meet(placement: Placement, timeout_seconds: float) -> dist.Store:
@@ -20,26 +24,36 @@ def meet(placement: Placement, timeout_seconds: float) -> dist.Store:
     if placement.size == 1:
         return dist.HashStore()
     deadline = time.monotonic() + timeout_seconds
-    address = _resolved(placement)
+    addresses = _resolved(placement)
     store: dist.Store
     if placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        address = addresses[0]
         store = _serve(address, placement, timeout_seconds)
     else:
-        store = _connect(address, placement, deadline, timeout_seconds)
+        address, store = _connect(addresses, placement, deadline, timeout_seconds)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"kvm-dist/{attempt}", store)
     _wait_for_peers(store, placement, address, deadline, timeout_seconds)
     return store
 
 
-def _resolved(placement: Placement) -> str:
-    """The first address whose name resolves."""
+def _resolved(placement: Placement) -> list[str]:
+    """The addresses whose names resolve, best first.
+
+    Where there are ranks on other machines, names that mean this machine to itself alone come last: many a
+    node knows its own name as 127.0.1.1, where nobody else could reach it.
+    """
+    here: list[str] = []
+    found: list[str] = []
     for address in placement.addresses:
         try:
-            socket.getaddrinfo(address, placement.port, type=socket.SOCK_STREAM)
+            known = socket.getaddrinfo(address, placement.port, type=socket.SOCK_STREAM)
         except OSError:
             continue
-        return address
+        loopback = ipaddress.ip_address(str(known[0][4][0]).partition("%")[0]).is_loopback
+        (here if loopback and placement.local_size < placement.size else found).append(address)
+    if found or here:
+        return found + here
     raise ConnectionError(
         f"rank {placement.rank}: MASTER_ADDR={' or '.join(placement.addresses)} cannot be resolved; "
         "set MASTER_ADDR to a name or address of rank 0's machine that every machine knows"
@@ -71,13 +85,18 @@ def _serve(address: str, placement: Placement, timeout_seconds: float) -> dist.S
     )
 
 
-def _connect(address: str, placement: Placement, deadline: float, timeout_seconds: float) -> dist.Store:
-    """Knock until rank 0 listens (torch's own retries print pages), then open the store."""
+def _connect(
+    addresses: Sequence[str], placement: Placement, deadline: float, timeout_seconds: float
+) -> tuple[str, dist.Store]:
+    """Knock until rank 0 listens (torch's own retries print pages), then open the store; where that was."""
     problem: BaseException | None = None
-    while time.monotonic() < deadline:
+    for address in itertools.cycle(addresses):
+        if time.monotonic() >= deadline:
+            break
         left = max(deadline - time.monotonic(), 1.0)
         try:
-            socket.create_connection((address, placement.port), timeout=left).close()
+            patience = left if len(addresses) == 1 else min(left, _KNOCK_SECONDS)
+            socket.create_connection((address, placement.port), timeout=patience).close()
         except OSError as error:
             problem = error
             time.sleep(_POLL_SECONDS)
@@ -86,13 +105,14 @@ def _connect(address: str, placement: Placement, deadline: float, timeout_second
         opening: Future[dist.Store] = Future()
         Thread(target=_open_store, args=(opening, address, placement.port, left), daemon=True).start()
         try:
-            return opening.result(left)
+            return address, opening.result(left)
         except FutureTimeout:
             problem = FutureTimeout("it accepts connections and says nothing")
         except RuntimeError as error:
             problem = error
     raise ConnectionError(
-        f"rank {placement.rank} has not reached rank 0 at MASTER_ADDR={address} MASTER_PORT={placement.port} "
+        f"rank {placement.rank} has not reached rank 0 at MASTER_ADDR={' or '.join(addresses)} "
+        f"MASTER_PORT={placement.port} "
         f"in {timeout_seconds:g} s (parallel.start_timeout_seconds): is rank 0 running there? Last answer: "
         f"{str(problem).splitlines()[0] if problem else 'none'}"
     )

@@ -1,6 +1,6 @@
 """The data x sequence grid of ranks, sequence innermost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -12,10 +12,12 @@ from parallel.world import World
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place. Rank = data_rank * sequence_size + sequence_rank.
+    """This rank's place. Rank = data_rank * sequence_size + sequence_rank, unless `descending`.
 
-    forward, backward: process groups of this row of sequence ranks, one per direction of travel; None when
-    sequence_size is 1. timeout_seconds: their longest wait.
+    forward, backward: process groups of this row of sequence ranks, one per direction of travel; row: the
+    same ranks, for collectives among them; None when sequence_size is 1. timeout_seconds: their longest wait.
+    descending: the sequence begins on the last rank of the row, which is sequence rank 0, and ends on the
+    first.
     """
 
     world: World
@@ -26,6 +28,8 @@ class Mesh:
     timeout_seconds: float
     forward: dist.ProcessGroup | None = None
     backward: dist.ProcessGroup | None = None
+    row: dist.ProcessGroup | None = None
+    descending: bool = False
 
     @classmethod
     def build(cls, world: World, config: ParallelConfig) -> "Mesh":
@@ -36,7 +40,7 @@ class Mesh:
                 f"the world has {world.size}"
             )
         data_rank, sequence_rank = divmod(world.rank, config.sequence)
-        forward, backward = _relay_groups(world, config)
+        forward, backward, row = _row_groups(world, config)
         return cls(
             world=world,
             data_rank=data_rank,
@@ -46,41 +50,59 @@ class Mesh:
             timeout_seconds=config.timeout_seconds,
             forward=forward,
             backward=backward,
+            row=row,
+        )
+
+    def turned(self) -> "Mesh":
+        """The same ranks and groups, with the sequence laid over the row from its other end.
+
+        Each group keeps its way of travel along the row: what goes forward here goes over the group that
+        carried what went backward.
+        """
+        return replace(
+            self,
+            sequence_rank=self.sequence_size - 1 - self.sequence_rank,
+            forward=self.backward,
+            backward=self.forward,
+            descending=not self.descending,
         )
 
     def global_rank(self, sequence_rank: int) -> int:
         """The rank in the world of a sequence rank of this row."""
         if not 0 <= sequence_rank < self.sequence_size:
             raise ValueError(f"sequence rank {sequence_rank}: wanted 0 <= rank < {self.sequence_size}")
-        return self.data_rank * self.sequence_size + sequence_rank
+        place = self.sequence_size - 1 - sequence_rank if self.descending else sequence_rank
+        return self.data_rank * self.sequence_size + place
 
     @property
     def previous_rank(self) -> int | None:
         """World rank that holds the tokens before; None on the first."""
-        return self.world.rank - 1 if self.sequence_rank > 0 else None
+        return self.global_rank(self.sequence_rank - 1) if self.sequence_rank > 0 else None
 
     @property
     def next_rank(self) -> int | None:
         """World rank that holds the tokens after; None on the last."""
-        return self.world.rank + 1 if self.sequence_rank < self.sequence_size - 1 else None
+        last = self.sequence_size - 1
+        return self.global_rank(self.sequence_rank + 1) if self.sequence_rank < last else None
 
 
-def _relay_groups(
+def _row_groups(
     world: World, config: ParallelConfig
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Own groups, so that no message waits behind a collective or behind the other direction."""
     if config.sequence == 1:
-        return None, None
+        return None, None, None
     mine: list[dist.ProcessGroup] = []
     for first in range(0, world.size, config.sequence):
-        row = list(range(first, first + config.sequence))
-        for _ in ("forward", "backward"):
+        ranks = list(range(first, first + config.sequence))
+        for _ in ("forward", "backward", "row"):
             group = dist.new_group(
-                row, timeout=timedelta(seconds=config.timeout_seconds), backend=world.backend
+                ranks, timeout=timedelta(seconds=config.timeout_seconds), backend=world.backend
             )
-            if world.rank in row:
+            if world.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup), "a member of a group gets the group"
                 mine.append(group)
-    for group in mine:
+    forward, backward, row = mine
+    for group in (forward, backward):
         dist.all_reduce(torch.zeros(1, device=world.device), group=group)  # connects before the first message
-    return mine[0], mine[1]
+    return forward, backward, row

@@ -43,6 +43,20 @@ def world_from_environment(env: Mapping[str, str]) -> Placement:
     return placement
 
 
+def devices_counted_once(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables to drop so that a choice of GPUs counts once.
+
+    ROCR_VISIBLE_DEVICES hides GPUs from HIP, and HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP
+    reads too) then counts among those left: Slurm may set all of them to the same numbers, and "2,3" of two
+    GPUs is none.
+    """
+    outer = env.get("ROCR_VISIBLE_DEVICES")
+    if outer is None:
+        return ()
+    inner = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+    return tuple(name for name in inner if env.get(name) == outer)
+
+
 def _torchrun(env: Mapping[str, str]) -> Placement:
     size = _integer(env, "WORLD_SIZE")
     rank = _integer(env, "RANK")

@@ -1,6 +1,7 @@
 """The ranks of a run: joining them, and leaving in order."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from parallel.allocator import keep_freed_memory
 from parallel.config import ParallelConfig
 from parallel.meeting import meet
 from parallel.placement import LOOPBACK, Placement, world_from_environment
@@ -18,6 +20,7 @@ from parallel.placement import LOOPBACK, Placement, world_from_environment
 __all__ = ["Device", "Placement", "World", "join_world", "leave_world", "world_from_environment"]
 
 Device = Literal["auto", "cpu", "cuda"]
+_log = logging.getLogger(__name__)
 _replaced_variables: dict[str, str | None] = {}  # what `join_world` overwrote, put back by `leave_world`
 
 
@@ -58,6 +61,8 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
     if backend == "nccl" and torch_device.type != "cuda":
         raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
     torch.set_num_threads(config.threads_per_rank or _threads(placement))
+    if torch_device.type == "cpu":
+        keep_freed_memory()
     with _environment_kept_on_failure(placement, torch_device):
         store = meet(placement, config.start_timeout_seconds)
         dist.init_process_group(
@@ -116,10 +121,19 @@ def _device(wanted: Device, placement: Placement) -> torch.device:
 
 
 def _threads(placement: Placement) -> int:
-    if placement.cores is not None:
-        return placement.cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // placement.local_size)
+    if placement.cores is None:
+        return max(1, cores // placement.local_size)
+    if cores < placement.cores:
+        _log.warning(
+            "rank %d may run on %d CPU cores, though %s gave it %d: something binds it, as SLURM_CPU_BIND "
+            "of another job or --cpu-bind in slurm.srun_args; it will be slow",
+            placement.rank,
+            cores,
+            placement.launcher,
+            placement.cores,
+        )
+    return min(placement.cores, cores)
 
 
 @contextmanager

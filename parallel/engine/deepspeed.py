@@ -23,6 +23,21 @@ class StepResult:
     gradient_norm: float
 
 
+@dataclass(frozen=True)
+class OwnedTensors:
+    """The elements of a parameter that this rank answers for, from `start` of the flattened whole on.
+
+    dtype: of the forward.  shape: of the whole.  views: {"master", "exp_avg", "exp_avg_sq"}, flat float32
+    views of what the optimizer updates, on the device; empty when the rank has no element.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    views: dict[str, Tensor]
+
+
 class Engine:
     """AdamW over data x sequence ranks with ZeRO.
 
@@ -135,6 +150,19 @@ class Engine:
             tensors = self._state.gather(parameter)
             weight = tensors["master"].to(parameter.dtype)
             yield name, {"parameter": weight, **tensors, "step": torch.tensor(step, dtype=torch.float32)}
+
+    def owned_tensors(self) -> list[OwnedTensors]:
+        """What `named_tensors` gives, split over the ranks without a message and without a copy."""
+        owned = []
+        for name, parameter in self._engine.module.named_parameters():
+            start, views = self._state.owned(parameter, self._world.rank, self._world.size)
+            shape = tuple(self._state.shape(parameter))
+            owned.append(OwnedTensors(name, parameter.dtype, shape, start, views))
+        return owned
+
+    def adam_step(self) -> float:
+        """Adam's step counter, one for all parameters."""
+        return self._state.step()
 
     def load_named_tensors(self, getter: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Restore what `named_tensors` gave, at any layout. Collective. `getter(name)` may lack "master"."""

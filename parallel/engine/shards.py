@@ -48,10 +48,23 @@ class ShardedState:
                 for moment in MOMENTS:
                     state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format)
 
+    def owned(self, parameter: nn.Parameter, rank: int, ranks: int) -> tuple[int, dict[str, Tensor]]:
+        """The first element that `rank` answers for, and flat views of its elements in the optimizer.
+
+        Every element is of exactly one rank; where all ranks hold all of them, they are dealt out evenly.
+        """
+        shard = self._locate(parameter)
+        if shard is None:
+            return 0, {}
+        if self._zero_stage == 0:
+            start, end = (shard.count * edge // ranks for edge in (rank, rank + 1))
+            shard = Shard(shard.flat, start, start, end - start)
+        return shard.start, self._named([shard.of(tensor) for tensor in self._tensors(shard)])
+
     def gather(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """{"master", "exp_avg", "exp_avg_sq"}: whole float32 tensors on the CPU. Collective."""
         shard = self._locate(parameter)
-        shape = self._shape(parameter)
+        shape = self.shape(parameter)
         if self._zero_stage == 0:
             assert shard is not None, "stage 0 holds everything everywhere"
             pieces = [shard.of(tensor) for tensor in self._tensors(shard)]
@@ -126,7 +139,8 @@ class ShardedState:
             Shard(optimizer.fp32_partitioned_groups_flat[group], offset, start, count) if count > 0 else None
         )
 
-    def _shape(self, parameter: Any) -> torch.Size:
+    def shape(self, parameter: Any) -> torch.Size:
+        """Of the whole parameter."""
         return torch.Size(parameter.ds_shape) if self._zero_stage == 3 else parameter.shape
 
     def _tensors(self, shard: Shard) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """Messages between neighbours along the sequence: in order, named, never blocking the sender."""
 
 import math
+import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +14,7 @@ from parallel.mesh import Mesh
 
 _ALIGNMENT = 16  # bytes; every packed tensor starts where any dtype may
 _LABEL_BYTES = 256
+_CHECKED_MESSAGES = 2000  # between two ranks, of one direction
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,28 @@ class _Sent:
 class RankExchange:
     """The `Exchange` over process groups, one per direction.
 
-    Messages are matched by order. check_names (default: on gloo) sends a label before each message, so that
+    Messages are matched by order. The first `checked_messages` between two ranks go with a label, so that
     ranks whose order has diverged get a ValueError that names both messages instead of each other's bytes.
+    By default all on gloo; elsewhere, where reading a label stops the device, those of the first steps, whose
+    order the others repeat. A send raises nothing: what nobody takes is found by `drain`.
 
     A receive raises TimeoutError or ConnectionError naming peer, message and direction.
     """
 
-    def __init__(self, mesh: Mesh, *, check_names: bool | None = None) -> None:
+    def __init__(self, mesh: Mesh, *, checked_messages: float | None = None) -> None:
         if mesh.forward is None or mesh.backward is None:
             raise ValueError("parallel.sequence=1 has no neighbours to exchange with; use NoExchange")
         self._mesh = mesh
         self._forward, self._backward = mesh.forward, mesh.backward
-        self._check_names = mesh.world.backend == "gloo" if check_names is None else check_names
+        if checked_messages is None:
+            checked_messages = math.inf if mesh.world.backend == "gloo" else _CHECKED_MESSAGES
+        self.checked_messages = checked_messages
+        self._counted: Counter[tuple[str, int, bool]] = Counter()
         self._sent: list[_Sent] = []
         self.has_previous = mesh.previous_rank is not None
         self.has_next = mesh.next_rank is not None
         self.bytes_sent = 0
+        self.waited_seconds = 0.0  # for messages of others, on the host
 
     def send_next(self, name: str, tensors: tuple[Tensor, ...]) -> None:
         self._send(name, tensors, self._mesh.next_rank, self._forward)
@@ -56,6 +65,17 @@ class RankExchange:
     def receive_next(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._receive(name, like, self._mesh.next_rank, self._backward, "backward")
 
+    def send_to(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> None:
+        """To any sequence rank of the row, over the group of its direction: where two ranks send to each
+        other at once, NCCL would have each wait in line behind its own message if they shared one."""
+        group = self._forward if rank > self._mesh.sequence_rank else self._backward
+        self._send(name, tensors, self._mesh.global_rank(rank), group)
+
+    def receive_from(self, rank: int, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        forward = rank < self._mesh.sequence_rank
+        group, direction = (self._forward, "forward") if forward else (self._backward, "backward")
+        return self._receive(name, like, self._mesh.global_rank(rank), group, direction)
+
     def drain(self) -> None:
         """Wait until every message has left; frees the buffers. Call it at the end of a step."""
         sent, self._sent = self._sent, []
@@ -67,7 +87,7 @@ class RankExchange:
         assert to is not None, f"{name}: no neighbour on that side"
         payload = _packed(tensors)
         buffers = (payload,) if payload.numel() else ()
-        if self._check_names:
+        if self._is_checked("send", to, group):
             buffers = (_label(name, payload.numel(), self._mesh.world.device), *buffers)
         works: list[dist.Work] = []
         for buffer in buffers:
@@ -87,7 +107,7 @@ class RankExchange:
     ) -> tuple[Tensor, ...]:
         assert source is not None, f"{name}: no neighbour on that side"
         expected = sum(_padded_bytes(tensor) for tensor in like)
-        if self._check_names:
+        if self._is_checked("receive", source, group):
             label = torch.empty(_LABEL_BYTES, dtype=torch.uint8, device=self._mesh.world.device)
             self._take(label, name, source, group, direction)
             _check_label(label, name, expected, source, direction)
@@ -96,12 +116,19 @@ class RankExchange:
             self._take(payload, name, source, group, direction)
         return _unpacked(payload, like)
 
+    def _is_checked(self, operation: str, peer: int, group: dist.ProcessGroup) -> bool:
+        """Both ends count alike: message i of one is message i of the other."""
+        way = (operation, peer, group is self._forward)
+        self._counted[way] += 1
+        return self._counted[way] <= self.checked_messages
+
     def _take(self, buffer: Tensor, name: str, source: int, group: dist.ProcessGroup, direction: str) -> None:
         work = dist.irecv(buffer, source, group=group)
         assert work is not None, "a member of the group gets a handle"
         self._wait(work, f"nothing came from rank {source} for {name!r} ({direction})")
 
     def _wait(self, work: dist.Work, problem: str) -> None:
+        begun = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._mesh.timeout_seconds))
         except RuntimeError as error:
@@ -112,6 +139,7 @@ class RankExchange:
                     f"{here}: {problem} in {self._mesh.timeout_seconds:g} s (parallel.timeout_seconds)"
                 ) from error
             raise ConnectionError(f"{here}: {problem}: {reason}") from error
+        self.waited_seconds += time.monotonic() - begun
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -16,20 +16,16 @@ def exchange_halo(
     """Swap `count` tokens at the shard edges, all tensors in one message.
 
     tensors: each [B, T, ...] of this rank, whose first token is at `start`. Returns for each the last
-    min(count, start) earlier tokens [B, n, ...]. Raises ValueError if a shard is shorter than `count`.
+    min(count, start) earlier tokens [B, n, ...]. A shard shorter than `count` passes on what came before it.
     """
     length = tensors[0].shape[1]
     if any(tensor.shape[1] != length for tensor in tensors):
         lengths = [tensor.shape[1] for tensor in tensors]
         raise ValueError(f"halo {name!r}: tensors of {lengths} tokens; wanted the same number in all")
-    if count > length:
-        raise ValueError(
-            f"halo {name!r} wants the {count} tokens before a shard, but shards hold {length}: use longer "
-            "sequences, fewer sequence ranks or a smaller window"
-        )
     if count == 0:
         return tuple(tensor[:, :0] for tensor in tensors)
-    halo: tuple[Tensor, ...] = _Halo.apply(exchange, name, count, min(count, start), *tensors)
+    received, sent = min(count, start), min(count, start + length)
+    halo: tuple[Tensor, ...] = _Halo.apply(exchange, name, sent, received, *tensors)
     return halo
 
 
@@ -38,11 +34,15 @@ class _Halo(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: Exchange, name: str, sent: int, received: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        if exchange.has_next:
+        passed = max(sent - tensors[0].shape[1], 0)  # of the tokens received
+        if exchange.has_next and not passed:
             exchange.send_next(name, tuple(tensor[:, -sent:] for tensor in tensors))
         like = tuple(tensor.new_empty(tensor.shape[0], received, *tensor.shape[2:]) for tensor in tensors)
         halo = exchange.receive_previous(name, like) if exchange.has_previous else like
-        ctx.exchange, ctx.name, ctx.sent = exchange, name, sent
+        if exchange.has_next and passed:
+            both = zip(halo, tensors, strict=True)
+            exchange.send_next(name, tuple(torch.cat([h[:, -passed:], own], dim=1) for h, own in both))
+        ctx.exchange, ctx.name, ctx.sent, ctx.passed = exchange, name, sent, passed
         ctx.floating = [tensor.is_floating_point() for tensor in tensors]
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.mark_non_differentiable(*(tensor for tensor in halo if not tensor.is_floating_point()))
@@ -51,16 +51,29 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        owed = [
-            (g, s) for g, s, floating in zip(gradients, ctx.shapes, ctx.floating, strict=True) if floating
-        ]
-        name = gradient_name(ctx.name)
-        if ctx.exchange.has_previous:
-            ctx.exchange.send_previous(name, tuple(gradient for gradient, _ in owed))
-        whole = [gradient.new_zeros(shape) for gradient, shape in owed]
+        owed = [g for g, floating in zip(gradients, ctx.floating, strict=True) if floating]
+        shapes = [shape for shape, floating in zip(ctx.shapes, ctx.floating, strict=True) if floating]
+        if ctx.exchange.has_previous and not ctx.passed:
+            ctx.exchange.send_previous(gradient_name(ctx.name), tuple(owed))
+        whole = [gradient.new_zeros(shape) for gradient, shape in zip(owed, shapes, strict=True)]
         if ctx.exchange.has_next:
-            like = tuple(tensor[:, -ctx.sent :] for tensor in whole)
-            for tensor, arrived in zip(like, ctx.exchange.receive_next(name, like), strict=True):
-                tensor.copy_(arrived)
+            owed = _take_gradients(ctx, owed, whole)
+        if ctx.exchange.has_previous and ctx.passed:
+            ctx.exchange.send_previous(gradient_name(ctx.name), tuple(owed))
         returned = iter(whole)
         return (None, None, None, None, *[next(returned) if floating else None for floating in ctx.floating])
+
+
+def _take_gradients(ctx: Any, owed: list[Tensor], whole: list[Tensor]) -> list[Tensor]:
+    """Fill `whole` from the rank after; returns `owed` with the gradients of what was passed on added."""
+    passed, own = ctx.passed, ctx.sent - ctx.passed
+    like = tuple(tensor.new_empty(tensor.shape[0], ctx.sent, *tensor.shape[2:]) for tensor in whole)
+    arrived = ctx.exchange.receive_next(gradient_name(ctx.name), like)
+    for tensor, gradient in zip(whole, arrived, strict=True):
+        tensor[:, tensor.shape[1] - own :] = gradient[:, passed:]
+    if not passed:
+        return owed
+    added = [gradient.clone() for gradient in owed]
+    for gradient, later in zip(added, arrived, strict=True):
+        gradient[:, -passed:] += later[:, :passed]
+    return added

@@ -116,6 +116,27 @@ def test_resuming_at_the_same_layout_changes_no_bit(two_ranks: Ranks, stage: int
         assert_equal_bytes(resumed, whole)
 
 
+def went_back(world: World, case: Case) -> tuple[Saved, Saved]:
+    """(after the third step, after a fourth, a poisoned one, a load of step 2 and the third step again)"""
+    engine = make_engine(world, case)
+    for step in range(2):
+        engine_step(engine, world, case, step)
+    at_two = saved(engine)
+    engine_step(engine, world, case, 2)
+    whole = saved(engine)
+    engine_step(engine, world, case, 3)
+    engine_step(engine, world, case, 4, poison=True)
+    engine.load_named_tensors(at_two.__getitem__)
+    engine_step(engine, world, case, 2)
+    return whole, saved(engine)
+
+
+@layouts
+def test_an_engine_that_has_trained_on_can_go_back(two_ranks: Ranks, stage: int, precision: str) -> None:
+    for whole, again in two_ranks.run(went_back, Case(stage, precision, 0.05, 2)):
+        assert_equal_bytes(again, whole)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_checkpoint_restores_its_bytes_at_every_other_layout(
     one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks, precision: str
@@ -227,6 +248,18 @@ def test_one_bucket_holds_all_parameters_when_a_sequence_is_split() -> None:
     whole = deepspeed_settings(ParallelConfig(data=2, bucket_elements=10), 2, 1001, 1.0, 4)
     assert split["zero_optimization"]["reduce_bucket_size"] == 1002
     assert whole["zero_optimization"]["reduce_bucket_size"] == 10
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_that_changes_a_number_is_left_to_deepspeed(stage: int) -> None:
+    settings = deepspeed_settings(ParallelConfig(zero_stage=stage), 1, 10, 0.0, 1)
+    assert settings["gradient_clipping"] == 0.0  # left out it would be 1.0
+    written = {"gradient_accumulation_steps", "prescale_gradients", "gradient_predivide_factor"}
+    written |= {"communication_data_type", "data_types", "fp16", "bf16", "zero_optimization"}
+    assert written <= set(settings)
+    assert settings["bf16"]["check_grad_overflow"] is True
+    sizes = {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients"}
+    assert sizes <= set(settings["zero_optimization"])
 
 
 def misgrouped(kind: str) -> tuple[nn.Module, list[dict[str, Any]]]:

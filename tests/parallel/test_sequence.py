@@ -184,27 +184,12 @@ def test_a_neighbour_that_ends_is_an_error() -> None:
         ranks.run(ended_neighbour, timeout_seconds=30)
 
 
-def short_shards(world: World) -> str:
-    mesh = Mesh.build(world, ParallelConfig(sequence=2, timeout_seconds=30))
-    context = RankedSequence(mesh, mesh.sequence_rank * 2, RankExchange(mesh))
-    with pytest.raises(ValueError, match="halo 'window'") as caught:
-        context.halo("window", (torch.zeros(1, 2, 1),), 3)
-    return str(caught.value)
+def wide_halo_error(world: World, length: int) -> float:
+    mesh = Mesh.build(world, ParallelConfig(sequence=world.size, timeout_seconds=30))
+    exchange = RankExchange(mesh)
+    mine, wanted = toy_step(mesh, exchange, length, seed=length)
+    return max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True))
 
 
-def test_a_halo_longer_than_a_shard_is_refused_on_every_rank(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(short_shards):
-        assert "wants the 3 tokens before a shard, but shards hold 2" in message
-
-
-def test_equal_shards_cover_the_sequence_in_whole_blocks() -> None:
-    assert equal_shards(24, 3, 4) == [(0, 8), (8, 16), (16, 24)]
-    assert equal_shards(5, 1) == [(0, 5)]
-
-
-@pytest.mark.parametrize(
-    ("total", "nearest"), [(2049, "2048 or 2304"), (100, "lengths: 256"), (2303, "2048 or 2304")]
-)
-def test_a_length_that_does_not_divide_names_the_nearest_valid_ones(total: int, nearest: str) -> None:
-    with pytest.raises(ValueError, match=nearest):
-        equal_shards(total, 4, 64)
+def test_a_halo_over_several_ranks_is_passed_on_and_its_gradient_back(four_ranks: Ranks) -> None:
+    assert max(four_ranks.run(wide_halo_error, 4)) < 1e-11  # shards of one token, a window of three before

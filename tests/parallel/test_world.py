@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from parallel import collectives
 from parallel.config import ParallelConfig
+from parallel.meeting import _connect, _resolved, _serve
 from parallel.mesh import Mesh
 from parallel.placement import Placement, first_host, world_from_environment
-from parallel.world import World, join_world, leave_world
+from parallel.world import World, _threads, join_world, leave_world
 from tests.support.ranks import RankFailure, Ranks, free_port
 
 ONE = ParallelConfig(start_timeout_seconds=1)
@@ -104,6 +105,18 @@ def test_incomplete_or_wrong_variables_are_named(environment: dict[str, str], me
         world_from_environment(environment)
 
 
+def test_a_rank_that_is_bound_to_fewer_cores_than_it_was_given_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement = world_from_environment(SLURM | {"SLURM_CPUS_PER_TASK": "8"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert _threads(placement) == 8
+    assert caplog.text == ""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    assert _threads(placement) == 1
+    assert "rank 3 may run on 1 CPU cores, though slurm gave it 8" in caplog.text
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No launcher's variables; whatever a test joins is left."""
@@ -184,6 +197,44 @@ def test_a_port_where_something_else_answers_is_named(alone: pytest.MonkeyPatch)
 def test_an_address_that_does_not_resolve_is_named(alone: pytest.MonkeyPatch, rank: int) -> None:
     with pytest.raises(ConnectionError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
         start(alone, rank, "nowhere.invalid", free_port())
+
+
+def known_as(addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that resolve as here, and no others."""
+
+    def lookup(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host not in addresses:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[host], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+
+@pytest.mark.parametrize(
+    ("known", "local_size", "order"),
+    [
+        ({"gpu007": "127.0.1.1", "10.0.0.7": "10.0.0.7"}, 2, ["10.0.0.7", "gpu007"]),
+        ({"gpu007": "10.0.0.7", "10.0.0.7": "10.0.0.7"}, 2, ["gpu007", "10.0.0.7"]),
+        ({"10.0.0.7": "10.0.0.7"}, 2, ["10.0.0.7"]),
+        ({"gpu007": "127.0.1.1"}, 2, ["gpu007"]),
+        ({"gpu007": "::1", "10.0.0.7": "10.0.0.7"}, 4, ["gpu007", "10.0.0.7"]),
+    ],
+)
+def test_a_name_that_means_this_machine_alone_comes_last(
+    known: dict[str, str], local_size: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_as(known, monkeypatch)
+    assert _resolved(Placement(0, 4, 0, local_size, 0, ("gpu007", "10.0.0.7"), 4242)) == order
+
+
+def test_a_rank_knocks_at_every_address_of_rank_0() -> None:
+    port = free_port()
+    server = _serve("127.0.0.1", Placement(0, 2, 0, 1, 0, ("127.0.0.1",), port), 20)
+    placement = Placement(1, 2, 0, 1, 1, ("127.0.0.2", "127.0.0.1"), port)
+    address, store = _connect(placement.addresses, placement, time.monotonic() + 20, 20)
+    assert address == "127.0.0.1"
+    store.set("met", "yes")
+    assert server.get("met") == b"yes"
 
 
 def test_an_address_of_another_machine_is_named_by_rank_0(alone: pytest.MonkeyPatch) -> None:
