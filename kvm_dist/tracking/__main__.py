@@ -5,27 +5,25 @@ With `--parent` it lives as long as that trainer does, and a bounded time longer
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.tracking.address import absolute_uri, artifact_location, scrub, secrets_of, sqlite_path
 from kvm_dist.tracking.events import EVENTS_NAME, RunStatus, append_end, has_ended
 from kvm_dist.tracking.forwarder import Forwarder, Refused, RunGone, Store, Unavailable
-from kvm_dist.tracking.tracker import URI_VARIABLE
+from kvm_dist.tracking.lock import alone_at, alone_in
+from kvm_dist.tracking.tracker import URI_VARIABLE, niceness
 
 _TICK_SECONDS = 0.2
 _SEND_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LONGEST_LAST_PAUSE_SECONDS = 3.0
-_NICENESS_VARIABLE = "KVM_DIST_TRACKING_NICENESS"
-_LOWEST_PRIORITY = 19
+_SCHEMA_SECONDS = 20.0  # for another run to make the tables of a database that both write
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -112,43 +110,19 @@ def open_store(uri: str, experiment: str) -> Store:
     """Imports mlflow only now: the process has stepped back behind the trainer before."""
     from kvm_dist.tracking.store import MlflowStore
 
-    with _alone_at(sqlite_path(uri)):
-        return MlflowStore(uri, artifact_location(uri, experiment))
-
-
-@contextlib.contextmanager
-def _alone_at(database: Path | None) -> Iterator[None]:
-    """Several runs share one sqlite file; its schema must be made by one process alone."""
-    if database is None:
-        yield
-        return
-    with open(f"{database}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _alone_in(run_dir: Path, patience_seconds: float) -> Iterator[None]:
-    """One tracking process a run: an older one leaves as soon as it sees that a new trainer started."""
-    deadline = time.monotonic() + patience_seconds
-    with open(run_dir / "tracking.lock", "w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_TICK_SECONDS)
-        yield
+    try:
+        with alone_at(sqlite_path(uri), _SCHEMA_SECONDS):
+            return MlflowStore(uri, artifact_location(uri, experiment))
+    except BlockingIOError as error:
+        raise Unavailable("another process makes the tables of the database") from error
 
 
 def step_back() -> None:
     """Training has the processor first, also where the kernel groups processes by session."""
-    niceness = int(os.environ.get(_NICENESS_VARIABLE, _LOWEST_PRIORITY))
-    os.nice(niceness)
+    steps = niceness()
+    os.nice(steps)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness))
+        Path("/proc/self/autogroup").write_text(str(steps))
 
 
 def log_to(path: Path, secrets: list[str]) -> None:
@@ -170,21 +144,36 @@ def main(arguments: list[str]) -> ExitCode:
     parser.add_argument("--attempt", help="the trainer's; without it everything is sent once")
     parser.add_argument("--parent", type=int, help="process id of the trainer")
     parser.add_argument("--drain-seconds", type=float, default=120.0)
+    parser.add_argument(
+        "--in-front", action="store_true", help="training is over: nothing to stand back from"
+    )
+    parser.add_argument("--take-over", action="store_true", help="from a process of a trainer that has ended")
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir.absolute()
     uri = absolute_uri(os.environ.get(URI_VARIABLE) or f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     log_to(run_dir / "logs" / "tracking.log", secrets_of(uri))
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if options.parent is not None:
+        if not options.in_front:
+            step_back()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            # sent to whole jobs; this one ends after its trainer
+            signal.signal(number, signal.SIG_IGN)
+    takes_over = options.take_over or options.parent is not None
+    try:
+        with alone_in(run_dir, options.drain_seconds, sqlite_path(uri), takes_over):
+            return _track(run_dir, uri, options)
+    except BlockingIOError:
+        _log.warning("another process sends what lies here, and has not ended in %g s", options.drain_seconds)
+        return ExitCode.CRASH
+
+
+def _track(run_dir: Path, uri: str, options: argparse.Namespace) -> ExitCode:
     forwarder = Forwarder(run_dir, lambda experiment: open_store(uri, experiment), options.attempt)
     if options.parent is None:
-        with _alone_in(run_dir, options.drain_seconds):
-            return ExitCode.DONE if try_to_send(forwarder) else ExitCode.CRASH
-    step_back()
-    for number in (signal.SIGTERM, signal.SIGINT):  # sent to whole jobs; this one ends after its trainer
-        signal.signal(number, signal.SIG_IGN)
-    with _alone_in(run_dir, options.drain_seconds):
-        return TrackingProcess(run_dir, forwarder, options.parent, options.drain_seconds).run()
+        return ExitCode.DONE if try_to_send(forwarder) else ExitCode.CRASH
+    return TrackingProcess(run_dir, forwarder, options.parent, options.drain_seconds).run()
 
 
 if __name__ == "__main__":

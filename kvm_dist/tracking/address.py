@@ -1,8 +1,11 @@
 """The tracking URI: which are refused, where a local store lives, and what may be shown of it."""
 
+import base64
+import configparser
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -13,7 +16,9 @@ _HIDDEN = "***"
 _SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|token|secret|credentials?|(api|access|private)_?key)(_|$)", re.IGNORECASE
 )
-_SHORTEST_SECRET = 6
+_SHORTEST_SECRET = 6  # shorter values of the environment are words such as "true"
+_MLFLOW_PREFIX = "MLFLOW_TRACKING_"
+_LOGIN_VARIABLES = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
 def absolute_uri(uri: str) -> str:
@@ -63,16 +68,35 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_of(uri: str, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Texts that must not appear in a log: credentials in the URI and in the environment, longest first."""
+    """Texts that must not appear in a log: credentials in the URI, the environment and MLflow's own file.
+
+    Longest first, so that none is left in part.
+    """
     parts = urlsplit(uri)
     login = parts.netloc.rpartition("@")[0]
     password = login.partition(":")[2]
-    from_uri = {login, password, unquote(password)}
+    found = {login, password, unquote(password)}
     if sqlite_path(uri) is None:
-        from_uri |= {value for _, value in parse_qsl(parts.query)}
-    found = {value for name, value in environment.items() if is_secret_name(name)}
-    found = {text for text in found if len(text) >= _SHORTEST_SECRET} | from_uri - {""}
-    return sorted(found, key=len, reverse=True)
+        found |= {value for _, value in parse_qsl(parts.query)}
+    found |= {
+        value
+        for name, value in environment.items()
+        if is_secret_name(name) and (len(value) >= _SHORTEST_SECRET or name.startswith(_MLFLOW_PREFIX))
+    }
+    for name, password in _logins(environment):
+        found |= {password, base64.b64encode(f"{name}:{password}".encode()).decode()}  # as sent in a header
+    return sorted(found - {""}, key=len, reverse=True)
+
+
+def _logins(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """User and password for the server, where MLflow looks for them."""
+    file = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        file.read(Path(environment.get("HOME", "~"), ".mlflow", "credentials").expanduser())
+    stored = [file.get("mlflow", name.lower(), fallback="") for name in _LOGIN_VARIABLES]
+    given = [environment.get(name, "") for name in _LOGIN_VARIABLES]
+    yield given[0] or stored[0], given[1] or stored[1]
+    yield stored[0], stored[1]
 
 
 def scrub(text: str, secrets: list[str]) -> str:

@@ -17,6 +17,7 @@ class Kind(StrEnum):
     START = "start"
     CHECKPOINT = "checkpoint"
     ARTIFACT = "artifact"
+    EVALUATION = "evaluation"
     END = "end"
 
 

@@ -7,63 +7,36 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from kvm_dist.metrics import METRICS_NAME, parse_metrics, parse_record
-from kvm_dist.tracking.events import EVENTS_NAME, Event, Kind, Spool, latest_attempt, read_events
+from kvm_dist.system_metrics import SYSTEM_FOLDER
+from kvm_dist.tracking.events import EVENTS_NAME, Event, Kind, Spool, has_ended, latest_attempt, read_events
+from kvm_dist.tracking.models import CheckpointModels, reference
+from kvm_dist.tracking.protocol import RUN_KEY_TAG, Dataset, Point, Refused, RunGone, Store, Unavailable
+from kvm_dist.tracking.sent import Sent, asked
+from kvm_dist.tracking.sweep import parent_run
 
 RUN_ID_NAME = "mlflow_run_id"
 STATE_NAME = "tracking.json"
-RUN_KEY_TAG = "kvm_dist.run_key"
 _BATCH = 1000
 _LARGEST_UPLOAD_BYTES = 25 << 20
-_UPLOAD_TRIES = 3
+_TRIES = 3
 _log = logging.getLogger(__name__)
-
-
-class Unavailable(Exception):
-    """The store cannot be reached or answers with a fault of its own: try again later."""
-
-
-class Refused(Exception):
-    """The store understood and said no: trying again does not help."""
-
-
-class RunGone(Exception):
-    """The store does not know the run (another store, or it was deleted)."""
-
-
-class Point(NamedTuple):
-    """One value of one metric."""
-
-    key: str
-    value: float
-    milliseconds: int
-    step: int
-
-
-class Store(Protocol):
-    """What a tracking store can do. Every method may raise Unavailable, Refused or RunGone."""
-
-    def find_run(self, experiment: str, run_key: str) -> str | None: ...
-    def create_run(self, experiment: str, name: str, tags: dict[str, str], milliseconds: int) -> str: ...
-    def last_steps(self, run_id: str) -> dict[str, int]: ...
-    def log_points(self, run_id: str, points: list[Point]) -> None: ...
-    def set_tags(self, run_id: str, tags: dict[str, str]) -> None: ...
-    def log_params(self, run_id: str, params: dict[str, str]) -> None: ...
-    def upload(self, run_id: str, path: Path, folder: str) -> None: ...
-    def upload_record(self, run_id: str, record: dict[str, Any], name: str) -> None: ...
-    def set_status(self, run_id: str, status: str, milliseconds: int | None) -> None: ...
 
 
 class Forwarder:
     """Sends every event in order and every (metric, step) exactly once, over restarts and outages.
 
-    What the store has is asked from the store; what a resumed run logs again is passed over.
+    What the store has is asked from the store; what a resumed run logs again is passed over. Only a run that
+    went back, and took steps again with other batches, sends their new values, too, once.
     """
 
     def __init__(self, run_dir: Path, open_store: Callable[[str], Store], attempt: str | None) -> None:
-        """`open_store` connects, given the experiment. `attempt`: whose end sets `ended`."""
+        """`open_store` connects, given the experiment.
+
+        attempt: `ended` tells that it has ended and everything was sent.
+        """
         self.run_dir = run_dir
         self.attempt = attempt
         self.ended = False
@@ -73,16 +46,19 @@ class Forwarder:
         self._state = read_state(run_dir)
         self._saved_state = ""
         self._metrics = Spool(run_dir / METRICS_NAME)
+        self._system: dict[str, Spool] = {}
+        self._models = CheckpointModels(self._state.setdefault("models", {}))
         self._events = Spool(run_dir / EVENTS_NAME, int(self._state.get("events_offset", 0)))
-        self._last_steps: dict[str, int] = {}
-        self._upload_failures = 0
+        self._sent = Sent()
+        self._failures: dict[str, int] = {}
 
     def pump(self) -> None:
         """Sends all there is. Raises Unavailable or RunGone; what was not sent stays in the spool."""
+        ended = has_ended(self.run_dir, self.attempt)
         try:
             self._connect()
             self._pump_events()
-            self._pump_metrics()
+            self._pump_all_metrics()
         except RunGone:
             _log.warning(
                 "the store does not know run %s (deleted, or another store): a new run is made", self._run_id
@@ -91,6 +67,7 @@ class Forwarder:
             self._forget()
             raise
         self.report_problem(None)
+        self.ended = ended
 
     def superseded(self) -> bool:
         """Whether another trainer has taken over the run directory."""
@@ -98,7 +75,7 @@ class Forwarder:
 
     def report_problem(self, problem: str | None) -> None:
         """Tells in `tracking.json` what keeps the spool from being sent."""
-        self._state |= {"problem": problem, "last_step": max(self._last_steps.values(), default=None)}
+        self._state |= {"problem": problem, "last_step": self._sent.last_step}
         self._save_state()
 
     def _connect(self) -> None:
@@ -106,7 +83,7 @@ class Forwarder:
             self._store = self._open_store(self._first_start()["experiment"])
         if not self._run_id:
             self._run_id = self._find_or_create_run(self._store)
-            self._last_steps = self._store.last_steps(self._run_id)
+            self._sent = asked(self._store, self._run_id)
 
     def _find_or_create_run(self, store: Store) -> str:
         path = self.run_dir / RUN_ID_NAME
@@ -127,38 +104,51 @@ class Forwarder:
     def _forget(self) -> None:
         """Everything is sent again, to the run that will be made."""
         self._run_id = ""
-        self._metrics.advance(0)
-        self._events.advance(0)
+        for spool in (self._metrics, self._events, *self._system.values()):
+            spool.advance(0)
+        self._models.known.clear()
         self._state.pop("run_key", None)
         self._state["events_offset"] = 0
         self._save_state()
 
     # Metrics
 
-    def _pump_metrics(self) -> None:
-        waiting: list[Point] = []
-        seen = dict(self._last_steps)
-        offset = self._metrics.offset
-        for line, offset in self._metrics.read():
-            for point in points_of(line):
-                if point.step > seen.get(point.key, -1):
-                    seen[point.key] = point.step
-                    waiting.append(point)
-            if len(waiting) >= _BATCH:
-                self._send(waiting, offset)
-                waiting = []
-        self._send(waiting, offset)
+    def _pump_all_metrics(self) -> None:
+        """The trainer's metrics, those of the nodes, and what checkpoints are to be judged by."""
+        self._pump_metrics(self._metrics)
+        for path in sorted((self.run_dir / SYSTEM_FOLDER).glob("*.jsonl")):
+            self._pump_metrics(self._system.setdefault(path.name, Spool(path)))
+        self._try(lambda: self._tend_models(self._client), "what is known of checkpoints")
+        self._save_state()
 
-    def _send(self, points: list[Point], offset: int) -> None:
+    def _tend_models(self, store: Store) -> None:
+        self._models.attach_metrics(store, self._run_id, self._sent)
+        self._models.mark_deleted(store)
+
+    def _pump_metrics(self, spool: Spool) -> None:
+        """In batches of whole lines."""
+        waiting: list[Point] = []
+        sent, offset = self._sent.copy(), spool.offset
+        for line, behind in spool.read():
+            points = points_of(line)
+            if len(waiting) + len(points) > _BATCH:
+                self._send(waiting, sent)
+                spool.advance(offset)
+                waiting = []
+            waiting += sent.fresh(points)
+            offset = behind
+        self._send(waiting, sent)
+        spool.advance(offset)
+
+    def _send(self, points: list[Point], sent: Sent) -> None:
+        """`sent`: what the store has then."""
         for start in range(0, len(points), _BATCH):
             batch = points[start : start + _BATCH]
             try:
                 self._client.log_points(self._run_id, batch)
             except Refused as error:
                 _log.error("the store refuses %d metrics from step %d: %s", len(batch), batch[0].step, error)
-            for point in batch:
-                self._last_steps[point.key] = point.step
-        self._metrics.advance(offset)
+        self._sent = sent.copy()
 
     # Events
 
@@ -168,7 +158,7 @@ class Forwarder:
             event = parse_record(line) or {}
             is_end = event.get("kind") == Kind.END
             if is_end:
-                self._pump_metrics()  # whatever was logged before the end is in the file by now
+                self._pump_all_metrics()  # whatever was logged before the end is in the files by now
             if not is_end or event.get("attempt") == latest:
                 self._handle(event)
             self._events.advance(offset)
@@ -184,9 +174,10 @@ class Forwarder:
                     self._checkpoint(event)
                 case Kind.ARTIFACT:
                     self._artifact(Path(event["path"]), event["folder"])
+                case Kind.EVALUATION:
+                    self._models.measured(self._client, self._run_id, measured_points(event))
                 case Kind.END:
                     self._client.set_status(self._run_id, event["status"], milliseconds(event))
-                    self.ended = event["attempt"] == self.attempt
         except (Refused, KeyError, TypeError) as error:
             _log.error("event %s is passed over: %s: %s", event.get("kind"), type(error).__name__, error)
 
@@ -194,31 +185,43 @@ class Forwarder:
         self._client.set_status(self._run_id, "RUNNING", None)
         self._client.set_tags(self._run_id, event["tags"])
         self._client.log_params(self._run_id, event["params"])
+        self._try(lambda: self._log_datasets(event), "the dataset")
+        self._try(self._put_below_sweep, "the parent run of the sweep")
         if (self.run_dir / "config.yaml").exists():
             self._artifact(self.run_dir / "config.yaml", "")
 
+    def _log_datasets(self, event: Event) -> None:
+        self._client.log_datasets(self._run_id, [Dataset(**fields) for fields in event.get("datasets", [])])
+
+    def _put_below_sweep(self) -> None:
+        self._client.set_tags(self._run_id, parent_run(self._client, self.run_dir))
+
     def _checkpoint(self, event: Event) -> None:
-        known = {key: event[key] for key in ("path", "step", "manifest_sha256", "bytes")}
+        known = reference(event)
         self._client.set_tags(self._run_id, {f"checkpoint.{key}": str(value) for key, value in known.items()})
+        self._try(lambda: self._models.add(self._client, self._run_id, event), "a checkpoint's model")
         name = f"checkpoints/step-{event['step']:08d}.json"
-        self._try_upload(lambda: self._client.upload_record(self._run_id, known, name), name)
+        self._try(lambda: self._client.upload_record(self._run_id, known, name), name)
 
     def _artifact(self, path: Path, folder: str) -> None:
         if not path.is_file() or path.stat().st_size > _LARGEST_UPLOAD_BYTES:
             _log.warning("%s is not uploaded: missing, or above %d bytes", path, _LARGEST_UPLOAD_BYTES)
             return
-        self._try_upload(lambda: self._client.upload(self._run_id, path, folder), path.name)
+        self._try(lambda: self._client.upload(self._run_id, path, folder), path.name)
 
-    def _try_upload(self, upload: Callable[[], None], name: str) -> None:
-        """Files may go to another place than metrics: they are given up after some tries, metrics are not."""
+    def _try(self, send: Callable[[], None], name: str) -> None:
+        """What not every store takes, and files, which may go elsewhere, are given up after some tries.
+
+        Metrics never are.
+        """
         try:
-            upload()
+            send()
         except (Unavailable, Refused) as error:
-            self._upload_failures += 1
-            if self._upload_failures < _UPLOAD_TRIES and not isinstance(error, Refused):
+            self._failures[name] = self._failures.get(name, 0) + 1
+            if self._failures[name] < _TRIES and not isinstance(error, Refused):
                 raise
-            _log.error("%s is not uploaded: %s", name, error)
-        self._upload_failures = 0
+            _log.error("the store does not get %s: %s", name, error)
+        self._failures.pop(name, None)
 
     # State
 
@@ -251,6 +254,12 @@ def points_of(line: bytes) -> list[Point]:
     step, moment = int(values.pop("step")), round(values.pop("time") * 1000)
     finite = {key: value if math.isfinite(value) else math.nan for key, value in values.items()}
     return [Point(key, float(value), moment, step) for key, value in finite.items()]
+
+
+def measured_points(event: Event) -> list[Point]:
+    """The values of an evaluation, at the step of its checkpoint."""
+    step, moment = int(event["step"]), milliseconds(event)
+    return [Point(key, float(value), moment, step) for key, value in event["metrics"].items()]
 
 
 def milliseconds(event: Event) -> int:

@@ -8,14 +8,22 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from kvm_dist.checkpoint.folder import list_checkpoints
 from kvm_dist.checkpoint.manifest import MANIFEST_NAME
 from kvm_dist.config import RunConfig
+from kvm_dist.exit_codes import StorageError
 from kvm_dist.metrics import METRICS_NAME, append_metrics
-from kvm_dist.tracking.address import absolute_uri, is_secret_name, redact_uri
-from kvm_dist.tracking.events import Kind, RunStatus, append_event
+from kvm_dist.tracking.address import absolute_uri
+from kvm_dist.tracking.description import description
+from kvm_dist.tracking.events import Kind, RunStatus, append_event, read_events
+from kvm_dist.tracking.forwarder import read_state
 
+PROMPT_SECONDS = 10.0  # for a process that stands back to send the last; then another does it in front
+NICENESS_VARIABLE = "KVM_DIST_TRACKING_NICENESS"
+LOWEST_PRIORITY = 19
 URI_VARIABLE = "KVM_DIST_TRACKING_URI"  # by environment: an argument would show in `ps`
 _log = logging.getLogger(__name__)
 
@@ -26,9 +34,17 @@ class Tracker:
     No call raises or waits for a server, `close` apart, which waits up to `wait_seconds`.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig, *, drain_seconds: float = 120.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        *,
+        tags: Mapping[str, str] = MappingProxyType({}),
+        drain_seconds: float = 120.0,
+    ) -> None:
         """Raises ConfigError for a URI that MLflow cannot write.
 
+        tags: of the run, beside those of its configuration and surroundings.
         drain_seconds: how long the process still tries to reach a lost server when the trainer is gone.
         """
         self.run_dir = run_dir
@@ -38,8 +54,15 @@ class Tracker:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: set[str] = set()
         if self._uri is not None:
-            self._event(Kind.START, description(config))
+            start = description(config)
+            self._event(Kind.START, start | {"tags": start["tags"] | dict(tags)})
             self._start_process()
+            self._tell_what_a_kill_hid()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the tracking process; None if there is none."""
+        return None if self._process is None else self._process.pid
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of an applied step."""
@@ -74,17 +97,39 @@ class Tracker:
             return True
         self._event(Kind.END, {"status": RunStatus(status)})
         self._start_process_if_gone()
-        if self._process is None:
-            return False
-        try:
-            delivered = self._process.wait(wait_seconds) == 0
-        except subprocess.TimeoutExpired:
-            delivered = False
+        delivered = self._wait(min(PROMPT_SECONDS, wait_seconds))
+        if delivered is None and wait_seconds > PROMPT_SECONDS:
+            stood_back = self._process
+            if niceness() and not read_state(self.run_dir).get("problem"):
+                # Others keep the processor busy, maybe; training is over: nothing to stand back from.
+                self._start_process("--in-front")
+            delivered = self._wait(wait_seconds - PROMPT_SECONDS)
+            if stood_back is not None:
+                stood_back.poll()  # the other one has ended it
         if not delivered:
             self._say(
                 f"the tracking store has not got everything yet; see {self.run_dir / 'logs' / 'tracking.log'}"
             )
-        return delivered
+        return bool(delivered)
+
+    def _wait(self, seconds: float) -> bool | None:
+        """Whether the process has sent everything, None if it has not ended by then."""
+        if self._process is None:
+            return False
+        try:
+            return self._process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _tell_what_a_kill_hid(self) -> None:
+        """A save may have been completed by an attempt that did not live to tell of it."""
+        try:
+            told = {event.get("path") for event in read_events(self.run_dir)}
+            for checkpoint in list_checkpoints(self.run_dir):
+                if checkpoint.complete and str(checkpoint.path.absolute()) not in told:
+                    self.checkpoint(checkpoint.path, checkpoint.step)
+        except (OSError, StorageError) as error:
+            self._say(f"older checkpoints are not tracked: {error}")
 
     def _event(self, kind: Kind, fields: Mapping[str, Any]) -> None:
         if self._uri is None:
@@ -98,11 +143,11 @@ class Tracker:
         if self._uri is not None and (self._process is None or self._process.poll() is not None):
             self._start_process()
 
-    def _start_process(self) -> None:
+    def _start_process(self, *options: str) -> None:
         assert self._uri is not None, "only an enabled tracker starts a process"
         command = [sys.executable, "-m", "kvm_dist.tracking", str(self.run_dir.absolute())]
         command += ["--attempt", self._attempt, "--parent", str(os.getpid())]
-        command += ["--drain-seconds", str(self._drain_seconds)]
+        command += ["--drain-seconds", str(self._drain_seconds), *options]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -119,6 +164,11 @@ class Tracker:
         if problem not in self._said:
             self._said.add(problem)
             _log.warning("%s", problem)
+
+
+def niceness() -> int:
+    """How far the tracking process stands back behind training."""
+    return int(os.environ.get(NICENESS_VARIABLE, LOWEST_PRIORITY))
 
 
 class NullTracker(Tracker):
@@ -138,53 +188,3 @@ class NullTracker(Tracker):
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED, wait_seconds: float = 30.0) -> bool:
         return True
-
-
-def description(config: RunConfig) -> dict[str, Any]:
-    """What the store is told of a run at its start; secrets are left out."""
-    params = flatten(config.model_dump(mode="json"))
-    digest = hashlib.sha256("\n".join(f"{key}={value}" for key, value in sorted(params.items())).encode())
-    tags = {
-        "mlflow.source.name": "kvm-dist train",
-        "mlflow.source.git.commit": git_commit(),
-        "kvm_dist.config_sha256": digest.hexdigest(),
-    }
-    return {"name": config.name, "experiment": config.tracking.experiment, "params": params, "tags": tags}
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
-    """`{"a": {"b": 1}}` -> `{"a.b": "1"}`. Lists stay one value; what looks like a secret is hidden."""
-    if isinstance(tree, dict):
-        found: dict[str, str] = {}
-        for key, value in tree.items():
-            found |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-        return found
-    if is_secret_name(prefix.rpartition(".")[2]):
-        return {prefix: "***"}
-    return {prefix: redact_uri(str(tree))}
-
-
-def git_commit() -> str:
-    """The commit this program runs from, `-dirty` if files differ; `unknown` outside a clone."""
-    folder = Path(__file__).parent
-    head = _git(folder, "rev-parse", "HEAD")
-    changed = head and _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}-dirty" if changed else head or "unknown"
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
