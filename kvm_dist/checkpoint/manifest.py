@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import stat
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,15 +98,20 @@ def verify_checkpoint(path: Path) -> Manifest:
     Raises StorageError (exit 74) naming the first file that is missing, truncated, changed or extra.
     """
     manifest = read_manifest(path)
+    verify_files(path, manifest, manifest.files)
+    return manifest
+
+
+def verify_files(path: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Names, kinds and sizes of all files, and every byte of those in `names`."""
     check_presence(path, manifest)
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        digests = pool.map(_sha256, (path / name for name in manifest.files))
-        for (name, entry), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != entry.sha256:
+        digests = pool.map(_sha256, (path / name for name in names))
+        for name, digest in zip(names, digests, strict=True):
+            if digest != manifest.files[name].sha256:
                 raise StorageError(
                     f"{path / name}: content was changed (its sha256 differs from the manifest)"
                 )
-    return manifest
 
 
 def _is_regular(path: Path) -> bool:

@@ -1,88 +1,162 @@
-"""Writes named tensors into safetensors files of bounded size, one part in memory at a time."""
+"""The share of one rank in a save: its pieces of the tensors, each at its place in the files of all ranks."""
 
+import errno
 import json
 import os
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvm_dist.checkpoint.durable import FileEntry, write_durably
+from kvm_dist.checkpoint.layout import FileLayout
 
 _WRITE_BYTES = 16 << 20
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_LONGEST_UNSEEN = 30.0  # seconds until the folder that rank 0 made must be seen here, too
+_POLL_SECONDS = 0.05
+# A share's marker is renamed as the share gets on: that needs no space, and no message between ranks.
+OPEN, WRITTEN, SYNCED, FAILED = "open", "written", "synced", "failed"
 
 
-class PartWriter:
-    """Writes tensors to `STEM.safetensors`, or to `STEM-00001-of-00003.safetensors` and so on.
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of the tensor `key`, from element `start` of the flattened whole on."""
 
-    A tensor must stay unchanged from `add` until its part is written (at the latest in `finish`).
+    key: str
+    start: int
+    elements: Tensor
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a file that one rank wrote, with their CRC."""
+
+    offset: int
+    size: int
+    crc: int
+
+
+def create_files(folder: Path, layouts: Sequence[FileLayout]) -> None:
+    """Every file at its full size, without content."""
+    for layout in layouts:
+        descriptor = os.open(folder / layout.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        try:
+            os.truncate(descriptor, layout.size)
+        finally:
+            os.close(descriptor)
+
+
+def write_share(folder: Path, layouts: Sequence[FileLayout], pieces: Iterable[Piece], rank: int) -> None:
+    """Writes this rank's pieces (rank 0 the headers, too) and tells of it through its marker in `folder`.
+
+    An error is told through the marker, too; rank 0 decides what becomes of the save.
     """
-
-    def __init__(self, folder: Path, stem: str, part_bytes: int) -> None:
-        self._folder = folder
-        self._stem = stem
-        self._part_bytes = part_bytes
-        self._waiting: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
-        self._written: list[FileEntry] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._waiting_bytes + size > self._part_bytes:
-            self._write_part()
-        self._waiting[name] = tensor.detach()
-        self._waiting_bytes += size
-
-    def finish(self) -> dict[str, FileEntry]:
-        """Writes what waits and gives every part its final name; returns name -> size and hash."""
-        if self._waiting or not self._written:
-            self._write_part()
-        count = len(self._written)
-        files = {}
-        for index, entry in enumerate(self._written):
-            name = f"{self._stem}.safetensors"
-            if count > 1:
-                name = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
-            os.rename(self._part_path(index), self._folder / name)
-            files[name] = entry
-        return files
-
-    def _write_part(self) -> None:
-        path = self._part_path(len(self._written))
-        self._written.append(write_durably(path, _serialise(self._waiting), tensors=len(self._waiting)))
-        self._waiting = {}
-        self._waiting_bytes = 0
-
-    def _part_path(self, index: int) -> Path:
-        return self._folder / f"{self._stem}.part-{index:05d}"
+    try:
+        with open(_new_marker(folder, rank), "w") as marker:
+            by_file = _by_file(layouts, pieces, headers=rank == 0)
+            files = {name: os.open(folder / name, os.O_WRONLY) for name in by_file}
+            try:
+                ranges = {name: _write(files[name], by_file[name]) for name in by_file}
+                json.dump(ranges, marker)
+                marker.flush()
+                _rename_marker(folder, rank, OPEN, WRITTEN)
+                with ThreadPoolExecutor(4) as pool:
+                    list(pool.map(os.fsync, files.values()))
+            finally:
+                for file in files.values():
+                    os.close(file)
+        _rename_marker(folder, rank, WRITTEN, SYNCED)
+    except OSError as error:
+        _tell_of_failure(folder, rank, error)
 
 
-def _serialise(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The safetensors layout: header length, JSON header, the bytes of each tensor, widest type first."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
-        dtype = _DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for _, tensor in ordered:
-        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(raw), _WRITE_BYTES):
-            yield raw[start : start + _WRITE_BYTES]
+def _new_marker(folder: Path, rank: int) -> int:
+    """Its descriptor. A network file system may show what another node has made a little later."""
+    deadline = time.monotonic() + _LONGEST_UNSEEN
+    while True:
+        try:
+            return os.open(marker_path(folder, rank, OPEN), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def marker_path(folder: Path, rank: int, state: str) -> Path:
+    return folder / f"rank-{rank:05d}.{state}"
+
+
+def read_share(folder: Path, rank: int) -> dict[str, list[Range]]:
+    """What a rank says it wrote: file -> ranges. Its share must be written."""
+    for state in (WRITTEN, SYNCED):
+        try:
+            told = json.loads(marker_path(folder, rank, state).read_text())
+        except FileNotFoundError:
+            continue  # renamed meanwhile
+        return {name: [Range(*fields) for fields in ranges] for name, ranges in told.items()}
+    raise OSError(f"rank {rank} took back that it had written its part")
+
+
+def _by_file(
+    layouts: Sequence[FileLayout], pieces: Iterable[Piece], headers: bool
+) -> dict[str, list[tuple[int, Tensor]]]:
+    """File name -> (byte offset, elements), in the order of the file."""
+    places = {key: (layout.name, offset) for layout in layouts for key, offset in layout.offsets.items()}
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    if headers:
+        for layout in layouts:
+            found[layout.name] = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
+    for piece in pieces:
+        name, offset = places[piece.key]
+        offset += piece.start * piece.elements.element_size()
+        found.setdefault(name, []).append((offset, piece.elements))
+    for entries in found.values():
+        entries.sort(key=lambda entry: entry[0])
+    return found
+
+
+def _write(descriptor: int, entries: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    return [
+        (offset, *_write_tensor(descriptor, offset, tensor)) for offset, tensor in entries if tensor.numel()
+    ]
+
+
+def _write_tensor(descriptor: int, offset: int, tensor: Tensor) -> tuple[int, int]:
+    """The number of bytes written and their CRC."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    crc = 0
+    for chunk in _chunks(raw):
+        crc = zlib.crc32(chunk, crc)
+        while chunk:
+            written = os.pwrite(descriptor, chunk, offset)
+            offset += written
+            chunk = chunk[written:]
+    return len(raw), crc
+
+
+def _chunks(raw: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(raw), _WRITE_BYTES):
+        yield raw[start : start + _WRITE_BYTES]
+
+
+def _rename_marker(folder: Path, rank: int, old: str, new: str) -> None:
+    os.rename(marker_path(folder, rank, old), marker_path(folder, rank, new))
+
+
+def _tell_of_failure(folder: Path, rank: int, error: OSError) -> None:
+    """The error's number is part of the marker's name: a full disk has no room for text."""
+    failed = f"{FAILED}-{error.errno or errno.EIO}"
+    for state in (OPEN, WRITTEN):
+        try:
+            _rename_marker(folder, rank, state, failed)
+            return
+        except OSError:
+            continue
+    try:
+        marker_path(folder, rank, failed).touch()
+    except OSError:
+        return  # the folder is gone: rank 0 has given this save up already

@@ -2,11 +2,14 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from kvm_dist.checkpoint.layout import TensorSpec
+from kvm_dist.checkpoint.parts import Piece
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -48,3 +51,14 @@ def seed_rng(seed: int, rank: int, step: int, device: torch.device) -> None:
     if device.type != "cpu":
         with torch.get_device_module(device).device(device):
             torch.get_device_module(device).manual_seed(number)
+
+
+def rng_contents(states: Sequence[Mapping[str, Tensor]]) -> tuple[list[TensorSpec], list[Piece]]:
+    """The random states of all ranks, in rank order, as tensors of a checkpoint."""
+    named = {
+        f"rank-{rank:05d}.{kind}": tensor
+        for rank, state in enumerate(states)
+        for kind, tensor in state.items()
+    }
+    specs = [TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in named.items()]
+    return specs, [Piece(key, 0, tensor) for key, tensor in named.items()]
