@@ -12,6 +12,7 @@ from kvm_dist.bench.contenders import pieces_error, time_decoding, time_training
 from kvm_dist.bench.memory import peak_bytes
 from kvm_dist.bench.results import Results
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION, Setting
+from parallel.allocator import keep_freed_memory
 
 # A guess of seconds per pair of tokens for the share of each step in the whole; only for the time left.
 _SECONDS_PER_PAIR = 2e-8
@@ -23,6 +24,7 @@ def bench_kvm(setting: Setting, report: Report = lambda *_: None) -> Results:
     """Measures everything; `report` hears of every turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(setting.threads)
+    keep_freed_memory()  # as training does
     try:
         return _bench(setting, _Done(_expected_seconds(setting), report))
     finally:

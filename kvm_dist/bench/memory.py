@@ -34,25 +34,25 @@ def measure(setting: Setting, contender: str) -> int:
     warm_up(setting)
     inputs = make_inputs(setting, setting.memory_length)
     grad = grad_output(setting, setting.memory_length)
-    before = _resident()
-    _forget_peak()
+    before = resident_bytes()
+    forget_peak()
     output = forward(setting, contender, inputs)
     output.backward(grad)
     gradients = [tensor.grad for tensor in inputs.values() if tensor.grad is not None]
-    return _peak() - before - sum(tensor.nbytes for tensor in (output, *gradients))
+    return peak_resident_bytes() - before - sum(tensor.nbytes for tensor in (output, *gradients))
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     """Linux starts the peak anew; elsewhere the peak of starting up, far below, stays in it."""
     if _CLEAR.exists():
         _CLEAR.write_text("5")
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
     return _field("VmRSS") if _STATUS.exists() else _largest()
 
 
-def _peak() -> int:
+def peak_resident_bytes() -> int:
     return _field("VmHWM") if _STATUS.exists() else _largest()
 
 

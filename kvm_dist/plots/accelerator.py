@@ -6,19 +6,25 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvm_dist.bench.accelerator import Measured
+from kvm_dist.bench.accelerator import REPLAYED, Measured
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
 from kvm_dist.plots.canvas import BLUE, GREEN, INK, RED, new_figure, quiet, save
 
 _COLORS = dict(zip((*BUDGETS, FULL_ATTENTION), (GREEN, BLUE, RED), strict=True))
-_PHASES = {"prefill": "prefill", "backward": "backward", "decode": "decode, one token"}
+_PHASES = {
+    "prefill": "prefill",
+    "backward": "backward",
+    "decode": "decode, one token",
+    REPLAYED: "one token, CUDA graph",
+}
 
 
 def accelerator_speed(rows: Sequence[Measured], device_name: str, out: Path) -> Path:
     """Milliseconds of every phase and method over lengths; dashed: the least that the device allows."""
     figure = new_figure("KVM against full attention", f"one layer on {device_name}; dashed: roofline")
-    grid = figure.add_gridspec(1, len(_PHASES), left=0.09, right=0.975, bottom=0.115, top=0.8, wspace=0.25)
-    for column, (phase, title) in enumerate(_PHASES.items()):
+    shown = {phase: title for phase, title in _PHASES.items() if any(row.phase == phase for row in rows)}
+    grid = figure.add_gridspec(1, len(shown), left=0.09, right=0.975, bottom=0.115, top=0.8, wspace=0.3)
+    for column, (phase, title) in enumerate(shown.items()):
         axes = figure.add_subplot(grid[0, column])
         _panel(axes, [row for row in rows if row.phase == phase])
         axes.set_title(title, loc="left", fontsize=12, color=INK, pad=8)

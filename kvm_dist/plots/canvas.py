@@ -9,12 +9,15 @@ from matplotlib.ticker import FuncFormatter
 INK, FAINT, GRID = "#1d2433", "#7a8194", "#e4e7ee"
 BLUE, RED, GREEN, AMBER = "#2f6db3", "#cf3f52", "#2e8b68", "#c98a1b"
 _INCHES, _DOTS_PER_INCH = (10.0, 6.25), 160
+_LINE_LETTERS = 112  # of a subtitle at its usual size, from margin to margin
 
 
 def new_figure(title: str, subtitle: str) -> Figure:
+    """A long subtitle is written smaller, so that it ends inside the picture."""
+    size = 11 * min(1.0, _LINE_LETTERS / max(len(subtitle), 1))
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, facecolor="white")
     figure.text(0.075, 0.945, title, fontsize=17, fontweight="bold", color=INK, va="center")
-    figure.text(0.075, 0.895, subtitle, fontsize=11, color=FAINT, va="center")
+    figure.text(0.075, 0.895, subtitle, fontsize=size, color=FAINT, va="center")
     return figure
 
 

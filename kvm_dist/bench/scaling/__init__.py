@@ -1,0 +1,1 @@
+"""How a training step scales over sequence ranks: counted, calibrated, replayed, measured, extrapolated."""

@@ -1,0 +1,54 @@
+"""Programs of a step of several micro-batches, all in one direction along the ranks or in turns. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvm_dist.bench.scaling.program import Collective, Program, Receive, Send, Step, Work
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Of a step. alternate: every second micro-batch begins on the last rank."""
+
+    micro_batches: int = 1
+    alternate: bool = False
+
+    @property
+    def label(self) -> str:
+        how = " in turns" if self.alternate else ""
+        return f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}{how}"
+
+
+def accumulated(programs: Sequence[Program], accumulation: Accumulation) -> list[Program]:
+    """programs: of one micro-batch."""
+    if accumulation.micro_batches == 1:
+        return list(programs)
+    ways = (programs, turned(programs)) if accumulation.alternate else (programs,)
+    numbers = range(accumulation.micro_batches)
+    return [
+        [_of_micro_batch(step, number) for number in numbers for step in ways[number % len(ways)][rank]]
+        for rank in range(len(programs))
+    ]
+
+
+def turned(programs: Sequence[Program]) -> list[Program]:
+    """Rank r does what rank R - 1 - r did, with the neighbours that follow from it."""
+    last = len(programs) - 1
+    return [[_mirrored(step, last) for step in program] for program in reversed(programs)]
+
+
+def _mirrored(step: Step, last: int) -> Step:
+    if isinstance(step, Work):
+        return step
+    if isinstance(step, Send):
+        return replace(step, to=last - step.to)
+    if isinstance(step, Receive):
+        return replace(step, source=last - step.source)
+    return replace(step, members=tuple(sorted(last - member for member in step.members)))
+
+
+def _of_micro_batch(step: Step, number: int) -> Step:
+    """Messages say of which micro-batch they are: the replay refuses one that comes to another."""
+    if isinstance(step, Send | Receive | Collective):
+        return replace(step, name=f"{step.name} of micro-batch {number}")
+    return step

@@ -1,0 +1,280 @@
+"""Efficiency of a step on many ranks of H200 and MI325X nodes, by the replay. Everything here is modelled.
+
+Micro-batches of one sequence or several, forward and backward, between which ranks do not meet; reduction and
+update, which no method is spared and which accumulation makes rare, are left out. Efficiency: the same
+method's step on one rank of unbounded memory, over ranks times the step of all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated
+from kvm_dist.bench.scaling.cluster import ASSUMED, CLUSTERS, Cluster, variations
+from kvm_dist.bench.scaling.opponents import gathered_recurrence, ring_attention, ulysses
+from kvm_dist.bench.scaling.program import Program
+from kvm_dist.bench.scaling.relays import kvm_relay, rwkv7_relay
+from kvm_dist.bench.scaling.replay import Timeline, replay
+from kvm_dist.bench.scaling.two_level import kvm_by_heads, kvm_by_routes, one_of_each_node
+from kvm_dist.bench.scaling.work import block_seconds
+from models.budget import Budget, FixedBudget, PowerLawBudget
+from models.config import ModelConfig
+from models.sequence_shards import sequence_shards
+from parallel.sequence.shard import balanced_shards, equal_shards
+
+LENGTHS, RANKS = (32_768, 131_072, 1_048_576), (8, 16, 64)
+# Sequences of a micro-batch -> its longest; eight of the longest are more tokens than anybody puts in one.
+SEQUENCES = {1: 1_048_576, 8: 131_072}
+FIXED, POWER = FixedBudget(), PowerLawBudget()
+HEAD_GROUPS = 4
+ONE, IN_TURNS = Accumulation(), Accumulation(8, alternate=True)
+Spans = Sequence[tuple[int, int]]
+Report = Callable[[str], None]
+Programs = Callable[[Cluster, int, int], list[Program] | None]
+
+
+@dataclass(frozen=True)
+class Method:
+    """programs: of a micro-batch by (cluster, tokens, ranks), None where the method cannot run.
+
+    in_turns: shown with micro-batches that begin on either end of the ranks in turns, too.
+    alike_in_nodes: the ranks of a node do the same at the same time, so that one is replayed for all.
+    """
+
+    name: str
+    programs: Programs
+    in_turns: bool = False
+    alike_in_nodes: bool = False
+
+    @property
+    def accumulations(self) -> tuple[Accumulation, ...]:
+        """Those that make a difference: more micro-batches in one direction are no more efficient."""
+        return (ONE, IN_TURNS) if self.in_turns else (ONE,)
+
+    def timeline(
+        self, cluster: Cluster, tokens: int, ranks: int, accumulation: Accumulation = ONE
+    ) -> Timeline | None:
+        """Of a step."""
+        programs = self.programs(cluster, tokens, ranks)
+        if programs is None:
+            return None
+        if self.alike_in_nodes and ranks > 1:
+            programs = one_of_each_node(programs, cluster.node_ranks)
+            cluster = replace(cluster, node_ranks=1)
+        return replay(accumulated(programs, accumulation), cluster)
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """One cell of the table. seconds: of all ranks, for one of a micro-batch's sequences; None where the
+    method cannot run."""
+
+    device: str
+    method: str
+    tokens: int
+    ranks: int
+    sequences: int
+    one_rank_seconds: float
+    seconds: float | None
+    accumulation: Accumulation = ONE
+
+    @property
+    def label(self) -> str:
+        return self.method if self.accumulation == ONE else f"{self.method}, {self.accumulation.label}"
+
+    @property
+    def efficiency(self) -> float | None:
+        return None if self.seconds is None else self.one_rank_seconds / self.seconds / self.ranks
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"efficiency": self.efficiency}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """wanted: efficiency."""
+
+    method: str
+    tokens: int
+    ranks: int
+    sequences: int
+    wanted: float
+    accumulation: Accumulation = ONE
+
+    @property
+    def label(self) -> str:
+        batch = "" if self.sequences == 1 else f", {self.sequences} sequences"
+        step = "" if self.accumulation == ONE else f", {self.accumulation.label}"
+        return f"{self.method}{batch}{step}, {self.tokens // 1024}K, {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The efficiency of a headline with one constant halved or doubled."""
+
+    device: str
+    headline: Headline
+    constant: str
+    factor: float
+    efficiency: float
+
+
+def language_model(kind: str, budget: Budget = POWER) -> ModelConfig:
+    """A model of 7 billion parameters, all of its layers of one kind."""
+    return ModelConfig.model_validate(
+        {
+            "vocab_size": 65_536,
+            "hidden_size": 4096,
+            "num_layers": 32,
+            "num_heads": 32,
+            "layers": [kind],
+            "kvm": {"budget": budget},
+        }
+    )
+
+
+Cut = Callable[[Cluster, ModelConfig, int, int], Spans]
+
+
+def _waves(budget: Budget, cut: Cut, groups: int = 1) -> Programs:
+    model = language_model("kvm", budget)
+
+    def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program]:
+        if ranks == 1:
+            return kvm_relay(cluster, model, [(0, tokens)])
+        return kvm_relay(cluster, model, cut(cluster, model, tokens, ranks), groups)
+
+    return programs
+
+
+def _by_heads(budget: Budget) -> Programs:
+    model = language_model("kvm", budget)
+
+    def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program] | None:
+        if ranks == 1:
+            return kvm_relay(cluster, model, [(0, tokens)])
+        if ranks % cluster.node_ranks:
+            return None
+        return kvm_by_heads(cluster, model, by_seconds(cluster, model, tokens, ranks // cluster.node_ranks))
+
+    return programs
+
+
+def _by_routes(budget: Budget) -> Programs:
+    model = language_model("kvm", budget)
+
+    def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program] | None:
+        if ranks == 1:
+            return kvm_relay(cluster, model, [(0, tokens)])
+        if ranks % cluster.node_ranks:
+            return None
+        return kvm_by_routes(cluster, model, by_seconds(cluster, model, tokens, ranks))
+
+    return programs
+
+
+@lru_cache(maxsize=64)
+def _block_costs(cluster: Cluster, model_json: str, tokens: int) -> list[int]:
+    return block_seconds(cluster, ModelConfig.model_validate_json(model_json), tokens)
+
+
+def by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
+    """Shards of equal modelled time, each operation at its own rate: nearly as by growth_cost=3."""
+    costs = _block_costs(cluster, model.model_dump_json(), tokens)
+    return balanced_shards(costs, ranks, model.kvm.chunk)
+
+
+def by_flops(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
+    return sequence_shards(model, tokens, ranks).spans
+
+
+def by_length(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
+    return equal_shards(tokens, ranks, model.position_multiple)
+
+
+def _recurrent(cluster: Cluster, tokens: int, ranks: int) -> list[Program]:
+    model = language_model("rwkv7")
+    return rwkv7_relay(cluster, model, by_length(cluster, model, tokens, ranks))
+
+
+_ATTENTION, _RECURRENCE = language_model("full_attention"), language_model("rwkv7")
+
+WAVE, GROUPED = "KVM 16*sqrt", f"KVM 16*sqrt, {HEAD_GROUPS} head groups"
+BY_ROUTES, BY_HEADS = "KVM 16*sqrt, 2-D of routing", "KVM 16*sqrt, 2-D"
+METHODS = (
+    Method("KVM-256", _waves(FIXED, by_seconds)),
+    Method("KVM-256, 2-D", _by_heads(FIXED), alike_in_nodes=True),
+    Method(WAVE, _waves(POWER, by_seconds), in_turns=True),
+    Method("KVM 16*sqrt, shards by FLOPs", _waves(POWER, by_flops)),
+    Method("KVM 16*sqrt, equal shards", _waves(POWER, by_length)),
+    Method(GROUPED, _waves(POWER, by_seconds, HEAD_GROUPS)),
+    Method(BY_ROUTES, _by_routes(POWER)),
+    Method(BY_HEADS, _by_heads(POWER), in_turns=True, alike_in_nodes=True),
+    Method("RWKV-7, relay", _recurrent),
+    Method("RWKV-7, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=True)),
+    Method("LASP-2, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=False)),
+    Method("full attention, Ulysses", lambda c, t, r: ulysses(c, _ATTENTION, t, r)),
+    Method("full attention, ring", lambda c, t, r: ring_attention(c, _ATTENTION, t, r)),
+)
+_GOALS = (
+    (WAVE, 32_768, 8, 0.95, (ONE, IN_TURNS)),
+    (BY_HEADS, 32_768, 8, 0.95, (ONE,)),  # one node, no chain
+    (BY_HEADS, 131_072, 64, 0.90, (ONE, IN_TURNS)),
+)
+HEADLINES = tuple(
+    Headline(method, tokens, ranks, sequences, wanted, accumulation)
+    for method, tokens, ranks, wanted, accumulations in _GOALS
+    for sequences in SEQUENCES
+    for accumulation in accumulations
+)
+VARIED = tuple(one for one in HEADLINES if one.sequences == max(SEQUENCES))
+
+
+def method(name: str) -> Method:
+    return next(one for one in METHODS if one.name == name)
+
+
+def extrapolate(lengths: Sequence[int], ranks: Sequence[int], report: Report) -> list[Modelled]:
+    """Every method on every device at all lengths and ranks."""
+    rows: list[Any] = []
+    for device, cluster in CLUSTERS.items():
+        for tokens in lengths:
+            for one in METHODS:
+                report(f"modelled: {device}, {tokens:,} tokens, {one.name}")
+                for sequences, longest in SEQUENCES.items():
+                    if tokens <= longest:
+                        for accumulation in one.accumulations:
+                            rows += _rows(cluster, one, tokens, ranks, sequences, accumulation)
+    return rows
+
+
+def _rows(
+    cluster: Cluster,
+    one: Method,
+    tokens: int,
+    ranks: Sequence[int],
+    sequences: int,
+    accumulation: Accumulation = ONE,
+) -> Iterator[Modelled]:
+    cluster = cluster.with_sequences(sequences)
+    alone = one.timeline(cluster, tokens, 1)
+    assert alone is not None, "one rank runs everything"
+    for count in ranks:
+        timeline = one.timeline(cluster, tokens, count, accumulation)
+        seconds = None if timeline is None else timeline.seconds / accumulation.micro_batches
+        yield Modelled(cluster.name, one.name, tokens, count, sequences, alone.seconds, seconds, accumulation)
+
+
+def sensitivities(headlines: Sequence[Headline], report: Report) -> list[Sensitivity]:
+    """Each headline with every constant halved and doubled, shards cut anew."""
+    rows: list[Any] = []
+    for device, cluster in CLUSTERS.items():
+        for one in headlines:
+            report(f"sensitivity: {device}, {one.label}")
+            for constant, factor, varied in variations(cluster):
+                given = (method(one.method), one.tokens, (one.ranks,), one.sequences, one.accumulation)
+                (row,) = _rows(varied, *given)
+                assert row.efficiency is not None, "a headline runs"
+                rows.append(Sensitivity(device, one, ASSUMED[constant], factor, row.efficiency))
+    return rows

@@ -1,0 +1,62 @@
+"""Everything one `bench scaling` found: measured on this machine, and modelled. Imports no torch."""
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvm_dist.bench.scaling.cluster import CLUSTERS
+from kvm_dist.bench.scaling.extrapolate import HEADLINES, Modelled, Sensitivity
+from kvm_dist.bench.scaling.measured import Goal, Measured
+
+MODELLED_NOTE = (
+    "modelled: replayed from assumed rates, not measured; forward and backward of one micro-batch unless it "
+    "says more, 7B parameters (32 layers, 32 heads of 128), bf16. Shards: of equal modelled time, nearly "
+    "those of parallel.growth_cost=3; by FLOPs: of the default 1. In turns: every second micro-batch begins "
+    "on the last rank (parallel.alternate_chain); more micro-batches in one direction are as efficient as "
+    "one, and turns gain nothing where ranks meet after every micro-batch, as at ZeRO 2 and 3. 2-D: KVM, or "
+    "its routing alone, by heads inside nodes of 8 (parallel.head_parallel, parallel.node_splits)"
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """measured: None where only the model was asked for."""
+
+    measured: Measured | None
+    modelled: list[Modelled]
+    sensitivities: list[Sensitivity]
+    machine: dict[str, Any]
+
+    def goals(self) -> Iterator[Goal]:
+        if self.measured is not None:
+            yield from self.measured.goals()
+        for one in HEADLINES:
+            for row in self.modelled:
+                cell = (row.method, row.tokens, row.ranks, row.sequences, row.accumulation)
+                wanted = (one.method, one.tokens, one.ranks, one.sequences, one.accumulation)
+                if cell == wanted and row.efficiency:
+                    yield Goal(f"modelled efficiency, {row.device}, {one.label}", one.wanted, row.efficiency)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "measured": None if self.measured is None else self.measured.as_json(),
+            "modelled_note": MODELLED_NOTE,
+            "modelled_constants": [asdict(cluster) for cluster in CLUSTERS.values()],
+            "modelled": [row.as_json() for row in self.modelled],
+            "modelled_sensitivities": [asdict(row) for row in self.sensitivities],
+            "goals": [asdict(goal) | {"met": goal.met} for goal in self.goals()],
+        }
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average_start": os.getloadavg()[0],
+    }
