@@ -31,10 +31,11 @@ def validate(model: nn.Module, batches: Iterable[MicroBatch], split: SequenceSpl
     block_tokens = max(1, -(-split.sequence_length // POSITION_BLOCKS))
     blocks = -(-split.sequence_length // block_tokens)
     totals = torch.zeros(2, blocks, dtype=torch.float64, device=split.device)  # summed losses, tokens
-    block_of = (torch.arange(split.start, split.stop, device=split.device) // block_tokens).long()
+    positions = torch.arange(split.start, split.stop, device=split.device)
+    block_of = positions.clamp(max=split.sequence_length - 1) // block_tokens  # pads count as 0 of the last
     for batch in batches:
-        local_labels = split.local(batch.labels)
-        logits = model(split.local(batch.inputs), split.context())
+        local_labels = split.labels(batch.labels)
+        logits = model(split.inputs(batch.inputs), split.context())
         losses = F.cross_entropy(logits.float().flatten(0, 1), local_labels.flatten(), reduction="none")
         valid = (local_labels != IGNORED_LABEL).double()
         totals[0].index_add_(0, block_of, losses.view_as(valid).double().sum(0))

@@ -1,0 +1,1 @@
+"""Models in the layouts of others: the authors' published one, and Hugging Face folders of ours."""
