@@ -1,13 +1,18 @@
 """The run configuration: one frozen type per top-level key. Imports no torch."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kvm_dist.slurm_config import SlurmConfig
 from models.config import ModelConfig
+from models.sequence_shards import SequenceShards, sequence_shards, shards_problem
 from parallel.config import FrozenConfig, ParallelConfig
+
+_SECRET_IN_QUERY = re.compile(r"[?&][^=&]*(password|passwd|pwd|token|secret|api_?key)[^=&]*=", re.IGNORECASE)
 
 
 class DataConfig(FrozenConfig):
@@ -56,15 +61,41 @@ class TrainConfig(FrozenConfig):
     """How long and how much at a time."""
 
     steps: int = Field(6000, ge=1)
+    start_from: Path | None = Field(
+        None,
+        description="checkpoint, run or Hugging Face folder whose weights a new run starts with; null: none",
+    )
+    start_from_allows: list[str] = Field(
+        default=[],
+        description="model keys that may differ from those of start_from though it changes what weights mean",
+    )
     batch_sequences: int = Field(64, ge=1, description="sequences of one optimizer step, over all ranks")
     accumulation: int = Field(1, ge=1, description="micro-batches of one step")
     log_every_steps: int = Field(1, ge=1)
     deterministic: bool = Field(True, description="torch.use_deterministic_algorithms")
+    not_finite: Literal["halt", "skip", "rollback"] = Field(
+        "halt",
+        description="a loss or gradient that is not finite ends the run, costs its batch only, or sends the "
+        "run back to its newest checkpoint and on behind the batch",
+    )
+    not_finite_allowed: int = Field(
+        3, ge=0, description="batches to skip and times to go back, together, before the run ends after all"
+    )
+    loss_spike: Literal["ignore", "halt", "skip", "rollback"] = Field(
+        "ignore", description="the same for a loss far above those before it, before its step is applied"
+    )
+    loss_spike_deviations: float = Field(
+        10.0, gt=0, description="how far: median absolute deviations above the median of the last losses"
+    )
+    loss_spike_window: int = Field(50, ge=4, description="how many of the last losses; fewer judge nothing")
 
 
 class CheckpointConfig(FrozenConfig):
     every_steps: int = Field(500, ge=1)
     keep: int = Field(3, ge=1, description="newest checkpoints kept")
+    asynchronous: bool = Field(
+        True, description="written beside the steps, from a copy in memory; a run's last save never is"
+    )
 
 
 class TrackingConfig(FrozenConfig):
@@ -73,6 +104,9 @@ class TrackingConfig(FrozenConfig):
     enabled: bool = True
     uri: str | None = Field(None, description="null: sqlite:///RUN_ROOT/mlflow.db")
     experiment: str = "kvm-dist"
+    system_metrics_seconds: float = Field(
+        30.0, ge=0, description="how often each node's CPU, memory, disk, network and GPUs are read; 0: never"
+    )
 
     @field_validator("uri")
     @classmethod
@@ -85,7 +119,7 @@ class TrackingConfig(FrozenConfig):
                 "tracking.uri must be a database or a server: MLflow keeps no folders any more; "
                 "use sqlite:///PATH/mlflow.db or http://HOST:PORT"
             )
-        if "@" in rest.partition("/")[0]:
+        if "@" in rest.partition("/")[0] or _SECRET_IN_QUERY.search(rest):
             raise ValueError(
                 "tracking.uri holds a user name or password, which would be stored with the run; set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) instead"
@@ -101,12 +135,6 @@ class EvaluationConfig(FrozenConfig):
     )
     sample_tokens: int = Field(128, ge=1)
     sample_temperature: float = Field(0.8, ge=0, description="0: greedy")
-
-
-class SlurmConfig(FrozenConfig):
-    nodes: int = Field(1, ge=1)
-    partition: str | None = None
-    time_minutes: int = Field(60, ge=1)
 
 
 class RunConfig(FrozenConfig):
@@ -132,6 +160,18 @@ class RunConfig(FrozenConfig):
         return self.run_root / self.name
 
     @property
+    def shards(self) -> SequenceShards:
+        """What each sequence rank holds of a sequence."""
+        return sequence_shards(
+            self.model,
+            self.data.sequence_length,
+            self.parallel.sequence,
+            balanced=self.parallel.shards == "balanced",
+            growth_cost=self.parallel.growth_cost,
+            node_ranks=self.parallel.head_parallel if self.parallel.node_splits == "operator" else 1,
+        )
+
+    @property
     def tracking_uri(self) -> str:
         return self.tracking.uri or f"sqlite:///{self.run_root / 'mlflow.db'}"
 
@@ -155,24 +195,27 @@ class RunConfig(FrozenConfig):
         ranks = self.parallel.sequence
         if ranks == 1:
             return
-        if "full_attention" in self.model.layer_kinds:
+        if problem := shards_problem(self.model, self.data.sequence_length, ranks):
+            yield problem
+        heads, key = self.model.num_heads, "model.num_heads"
+        if "kvm" in self.model.layers and self.model.kvm.kv_heads is not None:
+            heads, key = self.model.kvm.kv_heads, "model.kvm.kv_heads"
+        for name in ("head_groups", "head_parallel"):
+            if (groups := getattr(self.parallel, name)) > heads:
+                yield (
+                    f"parallel.{name}={groups} is more than {key}={heads}: "
+                    "every group holds at least one head"
+                )
+        together = self.parallel.head_groups * self.parallel.head_parallel
+        if self.parallel.node_splits == "operator" and self.parallel.head_parallel <= heads < together:
             yield (
-                f"model.layers={self.model.layers} with parallel.sequence={ranks}: full_attention cannot be "
-                "split along the sequence yet; use parallel.sequence=1 (and parallel.data for more processes)"
-            )
-        tokens, block, halo = self.data.sequence_length, self.model.position_multiple, self.model.halo_tokens
-        step = ranks * block
-        least = -(-halo // block) * step
-        if tokens % step or tokens < least:
-            yield (
-                f"data.sequence_length={tokens} cannot be cut into parallel.sequence={ranks} shards of whole "
-                f"blocks of {block} tokens, each at least {halo} tokens (what model.layers look back); "
-                f"use {_nearest_multiples(tokens, step, least)}"
+                f"parallel.head_groups={self.parallel.head_groups} is more than the heads of one "
+                f"of parallel.head_parallel={self.parallel.head_parallel} ranks that share {key}={heads}; "
+                "lower one of them"
             )
 
 
-def _nearest_multiples(value: int, step: int, least: int = 1) -> str:
-    """In words: the multiples of `step` around `value` that are `least` (itself a multiple, or 1) or more."""
+def _nearest_multiples(value: int, step: int) -> str:
+    """In words: the multiples of `step` around `value`."""
     low = value // step * step
-    around = [multiple for multiple in (low, low + step) if multiple >= max(least, step)]
-    return " or ".join(map(str, around or [least]))
+    return " or ".join(str(multiple) for multiple in (low, low + step) if multiple)

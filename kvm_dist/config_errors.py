@@ -107,7 +107,8 @@ def _nearest(tree: Located, path: tuple[str, ...]) -> str:
     *above, name = path
     siblings = [field for section in _sections(tree, above) for field in section.model_fields]
     prefix = "".join(part + "." for part in above)
-    if close := difflib.get_close_matches(name, siblings, n=1):
+    with_more = sorted((field for field in siblings if name.startswith(field)), key=len, reverse=True)
+    if close := with_more or difflib.get_close_matches(name, siblings, n=1):
         return f"did you mean {prefix}{close[0]}?"
     elsewhere = [key for key in _known_keys() if key.rsplit(".", 1)[-1] == name and key != ".".join(path)]
     if elsewhere:

@@ -47,3 +47,7 @@ class Preempted(RunError):
 
 class NotFinite(RunError):
     code = ExitCode.NOT_FINITE
+
+
+class NoProgress(RunError):
+    code = ExitCode.NO_PROGRESS

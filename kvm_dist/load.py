@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,21 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     problems: list[str] = []
     tree = _defaults()
     file_layers = _file_layers(Path(path), problems, chain=())
-    for layer in [*file_layers, *(_override_layer(text, problems) for text in overrides)]:
+    for layer in [*file_layers, _overrides(overrides, problems)]:
         tree = merge(tree, layer) if layer is not None else tree
     config = _validated(tree, problems) if None not in file_layers else None
+    if problems or config is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return LoadedConfig(config, _provenance(tree, config))
+
+
+def load_values(values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """`values` over the defaults, as a file's that is called `source`; raises ConfigError likewise."""
+    problems: list[str] = []
+    tree = merge(_defaults(), _located(values, source))
+    if (layer := _overrides(overrides, problems)) is not None:
+        tree = merge(tree, layer)
+    config = _validated(tree, problems)
     if problems or config is None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return LoadedConfig(config, _provenance(tree, config))
@@ -50,10 +63,10 @@ def dump_config(config: RunConfig) -> str:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"steps": 5}}` -> `{"train.steps": 5}`."""
+    """`{"train": {"steps": 5}}` -> `{"train.steps": 5}`; an empty section is a leaf."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= leaves(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
@@ -65,7 +78,7 @@ def merge(base: Located, top: Located) -> Located:
     if not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     old_kind, new_kind = base.value.get("kind"), top.value.get("kind")
-    if new_kind is not None and (old_kind is None or old_kind.value != new_kind.value):
+    if old_kind is not None and new_kind is not None and old_kind.value != new_kind.value:
         return top
     merged = dict(base.value)
     for name, part in top.value.items():
@@ -74,14 +87,15 @@ def merge(base: Located, top: Located) -> Located:
 
 
 def _defaults() -> Located:
-    def located(value: Any) -> Located:
-        if isinstance(value, dict):
-            return Located({name: located(part) for name, part in value.items()}, DEFAULT)
-        if isinstance(value, list):
-            return Located([located(part) for part in value], DEFAULT)
-        return Located(value, DEFAULT)
+    return _located(RunConfig().model_dump(mode="json"), DEFAULT)
 
-    return located(RunConfig().model_dump(mode="json"))
+
+def _located(value: Any, source: str) -> Located:
+    if isinstance(value, Mapping):
+        return Located({name: _located(part, source) for name, part in value.items()}, source)
+    if isinstance(value, list):
+        return Located([_located(part, source) for part in value], source)
+    return Located(value, source)
 
 
 def _file_layers(
@@ -135,6 +149,12 @@ def _read_file(path: Path, problems: list[str], asked_by: str) -> Located | None
         problems.append(f"{layer.source}: wanted `key: value` lines, got {_shown(layer.plain())}")
         return None
     return layer
+
+
+def _overrides(texts: Sequence[str], problems: list[str]) -> Located | None:
+    """All of them as one layer, so that a `kind` among them may come before or after its keys."""
+    layers = [layer for text in texts if (layer := _override_layer(text, problems)) is not None]
+    return reduce(merge, layers) if layers else None
 
 
 def _override_layer(text: str, problems: list[str]) -> Located | None:
@@ -214,7 +234,7 @@ def _provenance(tree: Located, config: RunConfig) -> dict[str, str]:
 
     def walk(part: Located, prefix: str) -> None:
         for name, value in part.value.items():
-            if isinstance(value.value, dict):
+            if isinstance(value.value, dict) and value.value:
                 walk(value, f"{prefix}{name}.")
             else:
                 sources[prefix + name] = value.source

@@ -27,8 +27,11 @@ class Progress:
         stream: TextIO | None = None,
         line_seconds: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
+        noun: str = "step",
+        begun: float | None = None,
     ) -> None:
-        self._total = total_steps
+        """noun: what is counted; begun: when the first of them began by `clock`, now if None."""
+        self.total, self._noun = total_steps, noun
         self._step = start_step
         self._stream = sys.stderr if stream is None else stream
         self._line_seconds = line_seconds
@@ -37,7 +40,7 @@ class Progress:
         self._full, self._empty = (
             ("━", "┄") if (self._stream.encoding or "").startswith("utf") else ("=", ".")
         )
-        self._updated = clock()
+        self._updated = clock() if begun is None else begun
         self._shown: float | None = None
         self._seconds_per_step: float | None = None
         self._validation: float | None = None
@@ -52,9 +55,9 @@ class Progress:
             self._validation = metrics["validation/loss"]
         every = _REDRAW_SECONDS if self._live else self._line_seconds
         due = self._shown is None or now - self._shown >= every
-        if due or validated or step >= self._total:
+        if due or validated or step >= self.total:
             self._shown = now
-            self._show(self._text(metrics), closing=step >= self._total)
+            self._show(self._text(metrics), closing=step >= self.total)
 
     def close(self) -> None:
         """Leaves the cursor on a fresh line; call it before anything else is printed."""
@@ -77,16 +80,16 @@ class Progress:
         self._step, self._updated = step, now
 
     def _text(self, metrics: Mapping[str, float]) -> str:
-        width = len(str(self._total))
-        parts = [f"step {self._step:{width}d}/{self._total}", f"{100 * self._step // self._total:3d}%"]
+        width = len(str(self.total))
+        parts = [f"{self._noun} {self._step:{width}d}/{self.total}", f"{100 * self._step // self.total:3d}%"]
         if "train/loss" in metrics:
             parts.append(f"loss {metrics['train/loss']:.4f}")
         if self._validation is not None:
             parts.append(f"val {self._validation:.4f}")
         if "perf/tokens_per_second" in metrics:
             parts.append(f"{short_count(metrics['perf/tokens_per_second'])} tok/s")
-        if self._seconds_per_step is not None and self._step < self._total:
-            parts.append(f"{duration(self._seconds_per_step * (self._total - self._step))} left")
+        if self._seconds_per_step is not None and self._step < self.total:
+            parts.append(f"{duration(self._seconds_per_step * (self.total - self._step))} left")
         return "  ".join(parts)
 
     def _bar(self, columns: int) -> str:
@@ -94,7 +97,7 @@ class Progress:
         cells = min(columns - 2, _MOST_BAR_CELLS)
         if cells < _FEWEST_BAR_CELLS:
             return ""
-        filled = min(cells, cells * self._step // self._total)
+        filled = min(cells, cells * self._step // self.total)
         return self._full * filled + self._empty * (cells - filled) + "  "
 
     def _show(self, text: str, closing: bool) -> None:

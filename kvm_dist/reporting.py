@@ -41,12 +41,13 @@ class Reporter:
             "data/corrupt_records": sum(counters.damaged.values()),
             "fault/restarts": counters.restarts,
             "fault/skipped_steps": counters.skipped_steps,
+            "fault/rollbacks": counters.rollbacks,
             "fault/goodput": self._productive_seconds / (time.perf_counter() - self._begun),
         }
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Every `log_every_steps` steps, and whenever there is more to tell than a step's own numbers."""
         self.progress.update(step, metrics)
-        special = "validation/loss" in metrics or "checkpoint/save_seconds" in metrics
+        special = "validation/loss" in metrics or any(name.startswith("checkpoint/") for name in metrics)
         if special or step % self.log_every_steps == 0:
             self.tracker.log(step, metrics)

@@ -25,7 +25,9 @@ RESULT_KEYS = (
     "seed",
     "train.steps",
     "train.batch_sequences",
+    "train.start_from",
     "parallel.precision",
+    "parallel.truncate_gradients",
 )
 FREE_KEYS = ("model.activation_checkpointing", "model.kvm.backend")  # exceptions among them: how, not what
 
@@ -65,8 +67,25 @@ class RunDirectory:
         return self.path / "position_loss.json"
 
     @property
+    def origin_path(self) -> Path:
+        """What the run started from, where that was another model."""
+        return self.path / "started_from.json"
+
+    @property
     def postmortem_path(self) -> Path:
         return self.path / "postmortem.json"
+
+    @property
+    def attempts_path(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
 
     @property
     def mlflow_run_id_path(self) -> Path:

@@ -1,40 +1,141 @@
 """The part of every sequence that this rank holds, and the context its layers get."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from models.loss import IGNORED_LABEL
+from models.sequence_shards import SequenceShards
+from parallel.config import NodeSplits
 from parallel.mesh import Mesh
-from parallel.sequence.context import SequenceContext, WholeSequence
+from parallel.sequence.context import Exchange, HeadSplit, SequenceContext, WholeSequence
 from parallel.sequence.exchange import RankExchange
+from parallel.sequence.heads import RowAllToAll
+from parallel.sequence.named import NamedExchange, named_split
+from parallel.sequence.node import Node
 from parallel.sequence.ranks import RankedSequence
-from parallel.sequence.shard import equal_shards
+from parallel.sequence.truncated import TruncatedExchange
+
+PAD_TOKEN = 0  # any token does: nothing is learned from pads and nothing comes after them
 
 
 class SequenceSplit:
-    """Tokens [start, stop) of each sequence of `sequence_length` tokens belong to this rank."""
+    """Tokens [start, stop) of each sequence belong to this rank; those from `sequence_length` on are pads.
 
-    def __init__(self, mesh: Mesh, sequence_length: int, position_multiple: int) -> None:
+    Pads fill the last block, so that a shard is whole blocks. They come last and have no label: no token
+    reads them, no state that a token reads holds them, and neither loss nor counts see them.
+
+    truncate_gradients: states travel over the shard edges, their gradients do not. head_groups: messages in
+    which layers hand over a state. head_parallel: ranks of a node, which splits by heads what `node_splits`
+    says. alternate: micro-batches 1, 3, 5, ... of a step lie on the ranks the other way round, shard r on
+    rank R - 1 - r: who ends the backward of one first begins the forward of the next at once.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        shards: SequenceShards,
+        *,
+        truncate_gradients: bool = False,
+        head_groups: int = 1,
+        head_parallel: int = 1,
+        node_splits: NodeSplits = "operator",
+        alternate: bool = False,
+    ) -> None:
+        if len(shards.spans) != mesh.sequence_size:
+            raise ValueError(f"{len(shards.spans)} shards for {mesh.sequence_size} sequence ranks")
         self.mesh = mesh
-        self.sequence_length = sequence_length
+        self.sequence_length = shards.tokens
+        self.spans = shards.spans
+        self.start, self.stop = self.spans[mesh.sequence_rank]
         self.device: torch.device = mesh.world.device
-        self.shards = [(0, sequence_length)]
-        self._exchange: RankExchange | None = None
+        self._truncates = truncate_gradients
+        self._ways: list[_Way] = []
         if mesh.sequence_size > 1:
-            self.shards = equal_shards(sequence_length, mesh.sequence_size, position_multiple)
-            self._exchange = RankExchange(mesh)
-        self.start, self.stop = self.shards[mesh.sequence_rank]
+            meshes = (mesh, mesh.turned()) if alternate else (mesh,)
+            heads = (head_groups, head_parallel, node_splits)
+            self._ways = [_Way.along(one, self.spans, *heads) for one in meshes]
 
-    def local(self, tokens: Tensor) -> Tensor:
-        """[b, T] of the whole sequence -> [b, stop - start] of this rank, on its device."""
-        return tokens[:, self.start : self.stop].to(self.device)
+    def inputs(self, tokens: Tensor, micro_batch: int = 0) -> Tensor:
+        """[b, T] of the whole sequence -> [b, tokens of this rank], on its device."""
+        return self._local(tokens, PAD_TOKEN, micro_batch)
 
-    def context(self) -> SequenceContext:
-        """A fresh context for one forward."""
-        if self._exchange is None:
+    def labels(self, labels: Tensor, micro_batch: int = 0) -> Tensor:
+        """[b, T] of the whole sequence -> [b, tokens of this rank], on its device; pads have none."""
+        return self._local(labels, IGNORED_LABEL, micro_batch)
+
+    def context(self, micro_batch: int | None = None) -> SequenceContext:
+        """A fresh context for one forward; micro_batch: which of a step, as its messages will say."""
+        if not self._ways:
             return WholeSequence()
-        return RankedSequence(self.mesh, self.start, self._exchange)
+        way = self._way(micro_batch or 0)
+        suffix = "" if micro_batch is None else f"of micro-batch {micro_batch}"
+        exchange: Exchange = NamedExchange(way.exchange, suffix=suffix) if suffix else way.exchange
+        if self._truncates:  # keys go from rank to rank, where their gradients can end
+            exchange = TruncatedExchange(exchange, self.device)
+        return RankedSequence(
+            way.mesh,
+            way.start,
+            exchange,
+            self.spans,
+            None if self._truncates else way.all_to_all,
+            head_split=named_split(way.head_split, suffix=suffix),
+        )
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank has waited for messages of other ranks so far."""
+        return sum((way.exchange.waited_seconds for way in self._ways), 0.0)
 
     def drain(self) -> None:
         """Wait until every message that this rank sent has left."""
-        if self._exchange is not None:
-            self._exchange.drain()
+        for way in self._ways:
+            way.exchange.drain()
+
+    def span(self, micro_batch: int = 0) -> tuple[int, int]:
+        """[start, stop) of this rank."""
+        return self.spans[self._way(micro_batch).mesh.sequence_rank] if self._ways else self.spans[0]
+
+    def _way(self, micro_batch: int) -> "_Way":
+        return self._ways[micro_batch % len(self._ways)]
+
+    def _local(self, tokens: Tensor, padding: int, micro_batch: int) -> Tensor:
+        if tokens.shape[1] != self.sequence_length:
+            raise ValueError(
+                f"sequences of {tokens.shape[1]} tokens; this split is of {self.sequence_length}"
+            )
+        start, stop = self.span(micro_batch)
+        pads = max(0, stop - self.sequence_length)
+        return pad(tokens[:, start:stop], (0, pads), value=padding).to(self.device)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a sequence lies on the ranks of a row, from one of its ends or from the other."""
+
+    mesh: Mesh
+    start: int
+    exchange: RankExchange
+    all_to_all: RowAllToAll
+    head_split: HeadSplit
+
+    @classmethod
+    def along(
+        cls,
+        mesh: Mesh,
+        spans: tuple[tuple[int, int], ...],
+        head_groups: int,
+        head_parallel: int,
+        node_splits: NodeSplits,
+    ) -> "_Way":
+        exchange = RankExchange(mesh)
+        head_split = HeadSplit(head_groups)
+        if head_parallel > 1:
+            node = Node(exchange, mesh.sequence_rank, head_parallel, tuple(spans), splits=node_splits)
+            # Where only routing is split, gradients of states go from rank to rank: by groups, ranks wait no
+            # longer than nodes.
+            groups = max(head_groups, head_parallel) if node_splits == "routing" else head_groups
+            head_split = HeadSplit(groups, node)
+        return cls(mesh, spans[mesh.sequence_rank][0], exchange, RowAllToAll(mesh), head_split)

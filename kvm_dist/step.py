@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,17 @@ from models.loss import IGNORED_LABEL, token_losses
 from models.parameter_groups import ParameterGroup
 from parallel import collectives
 from parallel.engine.deepspeed import Engine
+
+
+class StepDropped(NotFinite):
+    """Every rank has dropped the step whole: training could go on without it.
+
+    spike: whether the loss was too large; otherwise something was not finite.
+    """
+
+    def __init__(self, message: str, spike: bool = False) -> None:
+        super().__init__(message)
+        self.spike = spike
 
 
 @dataclass(frozen=True)
@@ -35,21 +46,39 @@ class TrainStep:
     """Forward and backward over the micro-batches, then one update or, if anything is not finite, none."""
 
     def __init__(
-        self, config: RunConfig, engine: Engine, groups: list[ParameterGroup], split: SequenceSplit
+        self,
+        config: RunConfig,
+        engine: Engine,
+        groups: list[ParameterGroup],
+        split: SequenceSplit,
+        beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
+        """beat: told of every phase as it begins."""
         self.config = config
         self.engine = engine
         self.groups = groups
         self.split = split
+        self.beat = beat
 
-    def __call__(self, batch: Sequence[MicroBatch], step: int, stop_requested: bool) -> StepOutcome:
+    def __call__(
+        self,
+        batch: Sequence[MicroBatch],
+        step: int,
+        stop_requested: bool,
+        loss_limit: float | None = None,
+    ) -> StepOutcome:
         """Apply step `step` (0-based) from this data rank's micro-batches.
 
         Collective. Raises on all ranks, before anything has changed: NotFinite if the loss or a gradient is
-        not finite on any rank, DataError if no rank has a token to learn from.
+        not finite on any rank or the loss is above `loss_limit` (StepDropped if another step may follow),
+        DataError if no rank has a token to learn from.
         """
         begun = time.perf_counter()
-        local = [(self.split.local(part.inputs), self.split.local(part.labels)) for part in batch]
+        local = [
+            (self.split.inputs(part.inputs, number), self.split.labels(part.labels, number))
+            for number, part in enumerate(batch)
+        ]
+        self.beat("reduce")
         tokens = self._valid_tokens([labels for _, labels in local])
         if tokens == 0:  # an update from nothing would still decay the weights and move them on
             raise DataError(
@@ -57,14 +86,20 @@ class TrainStep:
                 "`kvm-dist data check`, delete them and run `kvm-dist data prepare` again; the same command "
                 "then goes on from the last checkpoint"
             )
-        loss, stop = self._backward(local, tokens, stop_requested)
-        if not math.isfinite(loss):
+        loss, stop = self._backward(local, tokens, stop_requested, loss_limit)
+        if not math.isfinite(loss) and self.config.train.not_finite == "halt":
             raise NotFinite(self._not_finite_message(step, f"the loss is {loss}"))
+        self.beat("optimizer")
         rates = self._rates(step)
         result = self.engine.step([rate for rate, _ in rates], [decay for _, decay in rates])
         self.split.drain()
+        if not result.applied and loss_limit is not None and loss_limit < loss < math.inf:
+            raise StepDropped(self._spike_message(step, loss, loss_limit), spike=True)
         if not result.applied:
-            raise NotFinite(self._not_finite_message(step, f"the gradient norm is {result.gradient_norm}"))
+            what = f"the loss is {loss}, the gradient norm {result.gradient_norm}"
+            raise StepDropped(self._not_finite_message(step, what))
+        if not math.isfinite(loss):  # finite gradients of such a loss: the step cannot be taken back
+            raise NotFinite(f"step {step + 1}: the loss is {loss}; start again from the last checkpoint")
         return StepOutcome(
             loss=loss,
             gradient_norm=result.gradient_norm,
@@ -79,15 +114,30 @@ class TrainStep:
         return int(collectives.sum(torch.tensor(counted, device=self.split.device)))
 
     def _backward(
-        self, local: list[tuple[Tensor, Tensor]], tokens: int, stop_requested: bool
+        self,
+        local: list[tuple[Tensor, Tensor]],
+        tokens: int,
+        stop_requested: bool,
+        loss_limit: float | None,
     ) -> tuple[float, bool]:
-        """The loss is normalised once, over the valid tokens of data x sequence x accumulation."""
+        """The loss is normalised once, over the valid tokens of data x sequence x accumulation.
+
+        One above `loss_limit` is known before its last gradients are added. These are made NaN then: what is
+        not finite is what the engine takes back whole, at every stage.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.split.device)
-        for inputs, labels in local:
-            logits = self.engine.module(inputs, self.split.context())
-            loss_sum, _ = token_losses(logits, labels)
-            self.engine.backward(loss_sum / tokens)
+        for number, (inputs, labels) in enumerate(local):
+            self.beat("forward")
+            # No name for the logits: the backward makes as many gradients, and need not find them there.
+            loss_sum, _ = token_losses(self.engine.module(inputs, self.split.context(number)), labels)
             total += loss_sum.detach()
+            if number == len(local) - 1 and loss_limit is not None:
+                self.beat("reduce")
+                if float(collectives.sum(total.clone())) / tokens > loss_limit:
+                    loss_sum = loss_sum * math.nan
+            self.beat("backward")
+            self.engine.backward(loss_sum / tokens)
+        self.beat("reduce")
         shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
         return float(shared[0]) / tokens, bool(shared[1])
 
@@ -100,6 +150,12 @@ class TrainStep:
             group_rates(self.config.optimizer, factor, g.learning_rate_scale, g.weight_decay_scale)
             for g in self.groups
         ]
+
+    def _spike_message(self, step: int, loss: float, limit: float) -> str:
+        return (
+            f"step {step + 1}: the loss is {loss:.4f}, above {limit:.4f}, which train.loss_spike takes for a "
+            "spike after the losses before it; no rank has applied it"
+        )
 
     def _not_finite_message(self, step: int, what: str) -> str:
         return (

@@ -5,9 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from kvm_dist.agreement import on_rank_zero
+from kvm_dist.attempts import current_attempt
 from kvm_dist.checkpoint.load import LoadedCheckpoint
 from kvm_dist.checkpointing import (
     CheckpointSaver,
@@ -20,24 +19,36 @@ from kvm_dist.config import RunConfig
 from kvm_dist.counters import Counters
 from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.data.index import DatasetIndex
-from kvm_dist.data.loader import BatchStream
 from kvm_dist.data.tokenizer import build_tokenizer
-from kvm_dist.data.validation import ValidationBatches
 from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import ConfigError, CrashError, HangError, Preempted
+from kvm_dist.faults import inject_faults
+from kvm_dist.hang import declare_hang, hang_behind
+from kvm_dist.heartbeat import Heartbeat
+from kvm_dist.layout_record import layout_record, note_layout
 from kvm_dist.load import LoadedConfig, dump_config
 from kvm_dist.metrics import rewind, truncate_after
+from kvm_dist.origin import Origin
 from kvm_dist.progress import Progress
 from kvm_dist.reporting import Reporter
 from kvm_dist.run_directory import RunDirectory
-from kvm_dist.sequence_split import SequenceSplit
+from kvm_dist.run_parts import (
+    batch_stream,
+    build_engine,
+    choose_algorithms,
+    new_model,
+    sequence_split,
+    validation_batches,
+)
 from kvm_dist.signals import StopRequest
 from kvm_dist.step import TrainStep
+from kvm_dist.system_metrics import sampled
 from kvm_dist.tracking import NullTracker, Tracker
 from kvm_dist.trainer import Trainer
+from kvm_dist.warm_start import start_weights
+from kvm_dist.watchdog import watched
 from models.backbone import Backbone
-from models.initialise import initialise
-from models.parameter_groups import ParameterGroup, parameter_groups
+from models.parameter_groups import ParameterGroup
 from parallel.engine.deepspeed import Engine
 from parallel.mesh import Mesh
 from parallel.world import World, join_world, leave_world
@@ -53,42 +64,54 @@ def train(loaded: LoadedConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     world = _join(config)
     try:
-        torch.use_deterministic_algorithms(config.train.deterministic)
+        attempt = on_rank_zero(world, lambda: current_attempt(directory.path))
+        timeout = config.parallel.timeout_seconds
+        with (
+            watched(directory, world.rank, world.size, attempt, timeout) as heartbeat,
+            sampled(directory.path, _sampling_seconds(config, world)),
+        ):
+            _train(config, directory, world, should_stop, heartbeat)
+    finally:
+        leave_world()
+
+
+def _sampling_seconds(config: RunConfig, world: World) -> float:
+    """One rank of each node has the node watched; 0: not this one."""
+    tracking = config.tracking
+    return tracking.system_metrics_seconds if tracking.enabled and world.local_rank == 0 else 0.0
+
+
+def _train(
+    config: RunConfig, directory: RunDirectory, world: World, should_stop: StopRequest, heartbeat: Heartbeat
+) -> None:
+    try:
+        choose_algorithms(config)
         mesh = Mesh.build(world, config.parallel)
         index = on_rank_zero(world, lambda: ensure_prepared(config.data, config.model.vocab_size))
-        model, groups, engine = _build_engine(config, world)
         checkpoint = find_checkpoint(directory.checkpoints, world)
+        model = new_model(config)
+        origin = None if checkpoint else start_weights(model, config, directory, world)
+        _, groups, engine = build_engine(config, world, model)
+        inject_faults(directory.path, heartbeat, model)
         if checkpoint:
             require_same_data(checkpoint, index)
+            note_layout(checkpoint.state, layout_record(config, world), world)
         counters = restore_weights(checkpoint, engine) if checkpoint else Counters()
-        with _tracker(config, directory, world, checkpoint) as tracker:
-            trainer = _build_trainer(
-                config, directory, mesh, index, model, groups, engine, tracker, should_stop, counters
-            )
-            _announce(world, config, model, engine, checkpoint)
+        with _tracker(config, directory, world, engine, checkpoint) as tracker:
+            parts = (model, groups, engine, tracker, should_stop, counters, heartbeat)
+            trainer = _build_trainer(config, directory, mesh, index, *parts)
+            announce(world, config, model, engine, checkpoint, origin)
             restore_random_state(checkpoint, config.seed, counters.step, world)
             trainer.run()
+            heartbeat.beat("end")
             if world.rank == 0:
                 _draw(directory, tracker)
     except (TimeoutError, RuntimeError) as error:
         hang = hang_behind(error, world.rank, config.parallel.timeout_seconds)
         if hang is None:
             raise
-        raise hang from error
-    finally:
-        leave_world()
-
-
-def hang_behind(error: Exception, rank: int, timeout_seconds: float) -> HangError | None:
-    """What to end with if `error` says that another rank was silent; None if it says something else."""
-    if isinstance(error, TimeoutError):
-        return HangError(str(error))
-    if "timed out" not in str(error).lower():
-        return None
-    return HangError(
-        f"rank {rank}: another rank has not joined a collective in {timeout_seconds:g} s "
-        "(parallel.timeout_seconds); see the ends of the other ranks' logs"
-    )
+        found = declare_hang(directory, heartbeat.attempt, world.size)
+        raise HangError(f"{hang}; {found.cause}") from error
 
 
 def _join(config: RunConfig) -> World:
@@ -98,25 +121,6 @@ def _join(config: RunConfig) -> World:
         raise ConfigError(str(error)) from error
     except ConnectionError as error:
         raise CrashError(str(error)) from error
-
-
-def _build_engine(config: RunConfig, world: World) -> tuple[Backbone, list[ParameterGroup], Engine]:
-    model = Backbone(config.model)
-    initialise(model, config.seed)
-    groups = parameter_groups(model)
-    parameters = dict(model.named_parameters())
-    engine = Engine(
-        model,
-        [{"params": [parameters[name] for name in g.names], "lr": 0.0, "weight_decay": 0.0} for g in groups],
-        config.parallel,
-        world,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.eps,
-        gradient_clipping=config.optimizer.gradient_clipping,
-        accumulation=config.train.accumulation,
-        device=world.device,
-    )
-    return model, groups, engine
 
 
 def _build_trainer(
@@ -130,78 +134,50 @@ def _build_trainer(
     tracker: Tracker,
     should_stop: StopRequest,
     counters: Counters,
+    heartbeat: Heartbeat,
 ) -> Trainer:
-    split = _sequence_split(config, mesh)
+    split = sequence_split(config, mesh)
+    heartbeat.waited_seconds = lambda: split.waited_seconds
     evaluation = Evaluation(
         config.evaluation,
         engine,
         model,
-        _validation_batches(config, mesh, index),
+        validation_batches(config, mesh, index),
         split,
         build_tokenizer(config.data.tokenizer),
         directory,
     )
     saver = CheckpointSaver(
         directory.checkpoints,
-        config.checkpoint.keep,
+        config.checkpoint,
         engine,
         mesh.world,
         tracker,
         config_text=dump_config(config),
         data_digest=index.digest,
+        layout=layout_record(config, mesh.world),
     )
     progress = Progress(config.train.steps, counters.step)
     return Trainer(
         config,
-        TrainStep(config, engine, groups, split),
-        iter(_batch_stream(config, mesh, index, counters)),
+        TrainStep(config, engine, groups, split, heartbeat.beat),
+        iter(batch_stream(config, mesh, index, counters)),
         evaluation,
         saver,
         Reporter(tracker, progress, config.train.log_every_steps),
         should_stop,
         counters,
-    )
-
-
-def _sequence_split(config: RunConfig, mesh: Mesh) -> SequenceSplit:
-    try:
-        return SequenceSplit(mesh, config.data.sequence_length, config.model.position_multiple)
-    except ValueError as error:
-        raise ConfigError(f"data.sequence_length: {error}") from error
-
-
-def _batch_stream(config: RunConfig, mesh: Mesh, index: DatasetIndex, counters: Counters) -> BatchStream:
-    return BatchStream(
-        index,
-        sequence_length=config.data.sequence_length,
-        shuffle_tokens=config.data.shuffle_tokens,
-        seed=config.seed,
-        batch_sequences=config.train.batch_sequences,
-        accumulation=config.train.accumulation,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        start_position=counters.position,
-        workers=config.data.workers,
-        damaged_shards_allowed=config.data.damaged_shards_allowed,
-        damaged=counters.damaged,
-    )
-
-
-def _validation_batches(config: RunConfig, mesh: Mesh, index: DatasetIndex) -> ValidationBatches:
-    return ValidationBatches(
-        index,
-        sequence_length=config.data.sequence_length,
-        shuffle_tokens=config.data.shuffle_tokens,
-        sequences=config.evaluation.validation_sequences,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        damaged_shards_allowed=config.data.damaged_shards_allowed,
+        heartbeat,
     )
 
 
 @contextmanager
 def _tracker(
-    config: RunConfig, directory: RunDirectory, world: World, checkpoint: LoadedCheckpoint | None
+    config: RunConfig,
+    directory: RunDirectory,
+    world: World,
+    engine: Engine,
+    checkpoint: LoadedCheckpoint | None,
 ) -> Iterator[Tracker]:
     """The run in the tracking store, closed with how this attempt ended."""
     if world.rank != 0:
@@ -211,7 +187,8 @@ def _tracker(
         truncate_after(directory.metrics_path, 0)
     else:
         rewind(directory.metrics_path, checkpoint.step, checkpoint.state["metrics"])
-    tracker = Tracker(directory.path, config)
+    tags = {f"engine.{key}": str(value) for key, value in engine.describe().items()}
+    tracker = Tracker(directory.path, config, tags=tags)
     status = "FAILED"
     try:
         yield tracker
@@ -236,8 +213,13 @@ def _draw(directory: RunDirectory, tracker: Tracker) -> None:
         )
 
 
-def _announce(
-    world: World, config: RunConfig, model: Backbone, engine: Engine, checkpoint: LoadedCheckpoint | None
+def announce(
+    world: World,
+    config: RunConfig,
+    model: Backbone,
+    engine: Engine,
+    checkpoint: LoadedCheckpoint | None,
+    origin: Origin | None = None,
 ) -> None:
     if world.rank != 0:
         return
@@ -253,6 +235,21 @@ def _announce(
         world.device,
         parallel.zero_stage,
         parallel.precision,
-        f"goes on from {checkpoint.path.name}" if checkpoint else "starts at step 0",
+        _beginning(checkpoint, origin),
     )
+    if parallel.truncate_gradients and parallel.sequence > 1:
+        _log.warning(
+            "parallel.truncate_gradients: gradients end at the edges between the %d shards of a sequence; "
+            "states still cross them, but no rank learns what later ones make of its tokens. Another number "
+            "of sequence ranks is another result",
+            parallel.sequence,
+        )
     _log.info("engine: %s", ", ".join(f"{key} {value}" for key, value in engine.describe().items()))
+
+
+def _beginning(checkpoint: LoadedCheckpoint | None, origin: Origin | None) -> str:
+    if checkpoint is not None:
+        return f"goes on from {checkpoint.path.name}"
+    if origin is not None:
+        return f"starts at step 0 with the weights of {origin.path} (step {origin.step})"
+    return "starts at step 0"

@@ -65,9 +65,9 @@ class RWKVWorldTokenizer:
         import pyrwkv_tokenizer
 
         self._encoder = pyrwkv_tokenizer.RWKVTokenizer()
-        self._vocabulary_file = Path(self._encoder.vocab_filepath)
+        self.vocabulary_file = Path(self._encoder.vocab_filepath)
         self._bytes_of_id: dict[int, bytes] = {}
-        self.fingerprint = hashlib.sha256(self._vocabulary_file.read_bytes()).hexdigest()
+        self.fingerprint = hashlib.sha256(self.vocabulary_file.read_bytes()).hexdigest()
 
     def encode(self, text: bytes | str) -> np.ndarray:
         words = text if isinstance(text, str) else text.decode("utf-8", "replace")
@@ -79,7 +79,7 @@ class RWKVWorldTokenizer:
         return b"".join(table.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
     def _read_vocabulary(self) -> dict[int, bytes]:
-        for line in self._vocabulary_file.read_text(encoding="utf-8").splitlines():
+        for line in self.vocabulary_file.read_text(encoding="utf-8").splitlines():
             number, rest = line.split(" ", 1)
             word = ast.literal_eval(rest.rsplit(" ", 1)[0])
             self._bytes_of_id[int(number)] = word.encode() if isinstance(word, str) else word
@@ -119,6 +119,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which this tokenizer loads again."""
+        self._tokenizer.save_pretrained(folder)
 
 
 def build_tokenizer(name: str) -> Tokenizer:

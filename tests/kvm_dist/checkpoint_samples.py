@@ -2,16 +2,20 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 from kvm_dist.checkpoint import CheckpointInfo, prune
-from kvm_dist.checkpoint.rng import capture_rng
-from kvm_dist.checkpoint.save import save_checkpoint
+from kvm_dist.checkpoint.layout import TensorSpec, lay_out
+from kvm_dist.checkpoint.parts import Piece, write_share
+from kvm_dist.checkpoint.rng import capture_rng, rng_contents
+from kvm_dist.checkpoint.save import begin_save, finish_save, state_text
 
+KINDS = ("master", "exp_avg", "exp_avg_sq", "step")
 CONFIG_TEXT = "name: sample\n"
 
 
@@ -32,18 +36,67 @@ def sample_tensors(step: int, count: int = 6, width: int = 96) -> Iterator[tuple
         )
 
 
-def save_sample(checkpoints: Path, step: int, part_bytes: int = 2048) -> CheckpointInfo:
-    info = save_checkpoint(
+def save_sample(checkpoints: Path, step: int, part_bytes: int = 2048, ranks: int = 2) -> CheckpointInfo:
+    """As `ranks` ranks save, each writing its part beside the others."""
+    tensors = [
+        (f"{kind}.{name}" if kind != "weight" else name, tensor) for name, kind, tensor in _stored(step)
+    ]
+    return save_tensors(
         checkpoints,
         step,
-        sample_tensors(step),
+        dict(tensors),
         rng_states=[capture_rng(torch.device("cpu"))] * 2,
         state={"position": 3 * step, "counters": {"skipped_steps": 0}},
-        config_text=CONFIG_TEXT,
         part_bytes=part_bytes,
+        ranks=ranks,
     )
-    assert info is not None, "rank 0 gets what it saved"
-    return info
+
+
+def save_tensors(
+    checkpoints: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    rng_states: Sequence[Mapping[str, Tensor]] = (),
+    state: Mapping[str, object] | None = None,
+    part_bytes: int = 1 << 30,
+    ranks: int = 1,
+    config_text: str = CONFIG_TEXT,
+) -> CheckpointInfo:
+    """Tensors by key: those of the optimizer begin with their kind."""
+    specs, rng_pieces = rng_contents(rng_states)
+    layouts = lay_out("rng", specs, 1 << 30)
+    for stem in ("model", "optimizer"):
+        kept = [
+            (key, value)
+            for key, value in tensors.items()
+            if (key.split(".")[0] in KINDS) == (stem != "model")
+        ]
+        layouts += lay_out(stem, [TensorSpec(key, t.dtype, tuple(t.shape)) for key, t in kept], part_bytes)
+    texts = {"state.json": state_text(state or {}, step), "config.yaml": config_text}
+    draft = begin_save(checkpoints, step, layouts, texts)
+    writers = []
+    for rank in range(ranks):
+        pieces = [piece_of(key, tensor, rank, ranks) for key, tensor in tensors.items()]
+        pieces += rng_pieces if rank == 0 else []
+        writers.append(Thread(target=write_share, args=(draft.partial, layouts, pieces, rank), daemon=True))
+        writers[-1].start()
+    saved = finish_save(draft, ranks)
+    for writer in writers:
+        writer.join()
+    return saved
+
+
+def piece_of(key: str, tensor: Tensor, rank: int, ranks: int) -> Piece:
+    begin, end = (tensor.numel() * edge // ranks for edge in (rank, rank + 1))
+    return Piece(key, begin, tensor.reshape(-1)[begin:end])
+
+
+def _stored(step: int) -> Iterator[tuple[str, str, Tensor]]:
+    """What of a parameter is stored: no master where the weight has its dtype."""
+    for name, kinds in sample_tensors(step):
+        for kind, tensor in kinds.items():
+            if kind != "master" or kinds["weight"].dtype != tensor.dtype:
+                yield name, kind, tensor
 
 
 def save_without_end(checkpoints: Path, step: int) -> None:

@@ -9,16 +9,23 @@ from torch import Tensor
 
 from kvm_dist.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from kvm_dist.data.loader import MicroBatch
+from kvm_dist.evaluate.validation import validate
 from kvm_dist.sequence_split import SequenceSplit
 from kvm_dist.step import TrainStep
+from models.backbone import Backbone
+from models.loss import token_losses
 from models.parameter_groups import parameter_groups
+from models.sequence_shards import sequence_shards
 from parallel.config import ParallelConfig
 from parallel.engine.deepspeed import Engine
 from parallel.mesh import Mesh
+from parallel.sequence.context import SequenceContext
+from parallel.sequence.recorded import Message, RecordedExchange
 from parallel.world import World
 from tests.models.tiny import HYBRID, tiny_batch, tiny_model
+from tests.support.gates import FileGates
 
-TOKENS, SEQUENCES, STEPS = 128, 12, 2
+STEPS = 2
 BETAS = (0.9, 0.95)
 
 
@@ -29,6 +36,13 @@ class Layout:
     accumulation: int = 1
     zero_stage: int = 1
     activation_checkpointing: bool = False
+    tokens: int = 128
+    sequences: int = 12
+    balanced: bool = True
+    truncate_gradients: bool = False
+    alternate: bool = False
+    head_parallel: int = 1
+    layers: tuple[str, ...] = tuple(HYBRID)
 
     @property
     def ranks(self) -> int:
@@ -36,27 +50,19 @@ class Layout:
 
 
 def run_layout(world: World, layout: Layout) -> dict[str, Any]:
-    """Losses and gradient norms of two steps, the gradients of the first, this rank's logits before it."""
-    parallel = ParallelConfig(data=layout.data, sequence=layout.sequence, zero_stage=layout.zero_stage)
-    model = tiny_model(HYBRID, activation_checkpointing=layout.activation_checkpointing)
-    config = RunConfig(
-        model=model.config,
-        parallel=parallel,
-        train=TrainConfig(steps=8, batch_sequences=SEQUENCES, accumulation=layout.accumulation),
-        optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-2, gradient_clipping=0.0),
-        schedule=ScheduleConfig(warmup_steps=0),
-        run_root=Path("unused"),
-    )
-    mesh = Mesh.build(world, parallel)
-    engine = _engine(config, model, world)
-    split = SequenceSplit(mesh, TOKENS, model.config.position_multiple)
-    inputs, labels = tiny_batch(TOKENS, SEQUENCES)
-    labels[5] = -100  # uneven: some micro-batches have far fewer valid tokens
+    """Losses and gradient norms of two steps, the gradients of the first, this rank's logits before it.
+
+    The labels of one sequence are masked: some micro-batches have far fewer valid tokens than others.
+    """
+    model, mesh, engine, split, config = _parts(world, layout)
+    inputs, labels = tiny_batch(layout.tokens, layout.sequences)
+    labels[layout.sequences // 2 - 1] = -100
     with torch.no_grad():
-        logits = engine.module(split.local(inputs), split.context())
+        logits = engine.module(split.inputs(inputs), split.context())
         split.drain()
     step = TrainStep(config, engine, parameter_groups(model), split)
     batch = _micro_batches(inputs, labels, layout, mesh.data_rank)
+    held_out = validate(engine.module, batch, split)
     outcomes = [step(batch, 0, stop_requested=False)]
     gradients = {name: kinds["exp_avg"] / (1 - BETAS[0]) for name, kinds in engine.named_tensors()}
     outcomes += [step(batch, number, stop_requested=False) for number in range(1, STEPS)]
@@ -66,8 +72,111 @@ def run_layout(world: World, layout: Layout) -> dict[str, Any]:
         "tokens": outcomes[0].tokens,
         "gradients": gradients,
         "logits": logits,
+        "held out": held_out,
         "span": (split.start, split.stop),
     }
+
+
+def run_and_go_on(world: World, layout: Layout, other: Layout) -> list[float]:
+    """The losses of two steps, the second at another layout from what the first left."""
+    losses: list[float] = []
+    saved: dict[str, dict[str, Tensor]] = {}
+    for number, one in enumerate((layout, other)):
+        model, mesh, engine, split, config = _parts(world, one)
+        if saved:
+            engine.load_named_tensors(saved.__getitem__)
+        inputs, labels = tiny_batch(one.tokens, one.sequences)
+        labels[one.sequences // 2 - 1] = -100
+        step = TrainStep(config, engine, parameter_groups(model), split)
+        batch = _micro_batches(inputs, labels, one, mesh.data_rank)
+        losses.append(step(batch, number, stop_requested=False).loss)
+        saved = dict(engine.named_tensors())
+    return losses
+
+
+def gated_step(world: World, layout: Layout, folder: Path) -> list[Message]:
+    """A step of two micro-batches in which rank 0 does not end its first backward before the last rank has
+    ended its second forward. What this rank logged of the second."""
+    model, mesh, engine, split, config = _parts(world, layout)
+    gates, forwards = FileGates(folder, timeout_seconds=15), [0]
+
+    def end_of_forward(*_: Any) -> None:
+        forwards[0] += 1
+        if world.rank == world.size - 1 and forwards[0] == 2:
+            gates.open("second forward")
+
+    def end_of_backward(*_: Any) -> None:
+        if world.rank == 0 and forwards[0] == 1:
+            gates.wait("second forward")
+
+    model.norm_head.register_forward_pre_hook(end_of_forward)
+    model.norm_embedding.register_full_backward_pre_hook(end_of_backward)
+    recorded = _record(split, mesh)
+    inputs, labels = tiny_batch(layout.tokens, layout.sequences)
+    step = TrainStep(config, engine, parameter_groups(model), split)
+    step(_micro_batches(inputs, labels, layout, mesh.data_rank), 0, stop_requested=False)
+    return recorded[1].messages
+
+
+def _record(split: SequenceSplit, mesh: Mesh) -> list[RecordedExchange]:
+    """Filled with the log of each micro-batch, whose ranks are numbered along its sequence."""
+    recorded: list[RecordedExchange] = []
+    context = split.context
+
+    def logged(micro_batch: int | None = None) -> SequenceContext:
+        made = context(micro_batch)
+        place = split.spans.index(split.span(micro_batch or 0))
+        recorded.append(RecordedExchange(made.exchange, place))
+        made.exchange = recorded[-1]
+        return made
+
+    split.context = logged  # type: ignore[method-assign]
+    return recorded
+
+
+def both_ways(world: World, layout: Layout) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """This rank's logits and own gradients of the same sequences, laid over the ranks from either end."""
+    found = []
+    for micro_batch in (0, 1):
+        model, _, _, split, _ = _parts(world, layout)
+        inputs, labels = tiny_batch(layout.tokens, layout.sequences)
+        logits = model(split.inputs(inputs, micro_batch), split.context(micro_batch))
+        token_losses(logits, split.labels(labels, micro_batch))[0].backward()
+        split.drain()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        found.append((logits.detach(), gradients))
+    return found
+
+
+def mixed_up(world: World, layout: Layout) -> None:
+    """Rank 0 is in micro-batch 0, rank 1 in micro-batch 2, which goes the same way."""
+    model, _, _, split, _ = _parts(world, layout)
+    inputs, _ = tiny_batch(layout.tokens, layout.sequences)
+    with torch.no_grad():
+        model(split.inputs(inputs), split.context(2 * world.rank))
+
+
+def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
+    parallel = ParallelConfig(data=layout.data, sequence=layout.sequence, zero_stage=layout.zero_stage)
+    model = tiny_model(list(layout.layers), activation_checkpointing=layout.activation_checkpointing)
+    config = RunConfig(
+        model=model.config,
+        parallel=parallel,
+        train=TrainConfig(steps=8, batch_sequences=layout.sequences, accumulation=layout.accumulation),
+        optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-2, gradient_clipping=0.0),
+        schedule=ScheduleConfig(warmup_steps=0),
+        run_root=Path("unused"),
+    )
+    mesh = Mesh.build(world, parallel)
+    shards = sequence_shards(model.config, layout.tokens, layout.sequence, balanced=layout.balanced)
+    split = SequenceSplit(
+        mesh,
+        shards,
+        truncate_gradients=layout.truncate_gradients,
+        head_parallel=layout.head_parallel,
+        alternate=layout.alternate,
+    )
+    return model, mesh, _engine(config, model, world), split, config
 
 
 def _engine(config: RunConfig, model: torch.nn.Module, world: World) -> Engine:

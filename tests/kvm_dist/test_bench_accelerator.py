@@ -1,24 +1,30 @@
 """The arithmetic and the refusals of the accelerator bench; its times are nobody's business here."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvm_dist.bench import accelerator
-from kvm_dist.bench.accelerator import PEAKS, Measured, Shape, check, full_floor, kvm_floor, measure
+from kvm_dist.bench import accelerator, one_layer
+from kvm_dist.bench.accelerator import Clock, Measured, goals, measure
+from kvm_dist.bench.floors import PEAKS, full_floor, kvm_floor
+from kvm_dist.bench.one_layer import Shape, check
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
 from kvm_dist.plots.accelerator import accelerator_speed
 from models.budget import FixedBudget, PowerLawBudget
 
 CPU = torch.device("cpu")
+ONCE = Clock(CPU, repeats=1, most_repeats=1)
 TINY = Shape(batch=1, heads=2, head_dim=16, chunk=16, dtype=torch.float32)
 
 
 @pytest.fixture
 def tiny_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = {"KVM-256": FixedBudget(slots=16), "KVM 16*sqrt": PowerLawBudget(factor=2, minimum=16)}
-    monkeypatch.setattr(accelerator, "BUDGETS", budgets)
+    for module in (accelerator, one_layer):
+        monkeypatch.setattr(module, "BUDGETS", budgets)
 
 
 def test_the_floors_give_the_ceilings_by_arithmetic_at_32k() -> None:
@@ -36,7 +42,7 @@ def test_the_floors_give_the_ceilings_by_arithmetic_at_32k() -> None:
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_every_phase_and_method_is_measured_at_every_length() -> None:
-    rows = list(measure(CPU, TINY, (64, 80), seconds=60))
+    rows = list(measure(CPU, TINY, (64, 80), seconds=60, clock=ONCE))
     assert len(rows) == 2 * 3 * 3
     assert {row.tokens for row in rows} == {64, 80}
     for row in rows:
@@ -47,8 +53,53 @@ def test_every_phase_and_method_is_measured_at_every_length() -> None:
 
 
 @pytest.mark.usefixtures("tiny_budgets")
-def test_lengths_that_do_not_fit_into_the_time_are_left_out() -> None:
-    assert {row.tokens for row in measure(CPU, TINY, (64, 80, 96), seconds=0)} == {64}
+def test_lengths_that_do_not_fit_into_the_time_are_left_out_and_named() -> None:
+    said: list[str] = []
+    rows = measure(CPU, TINY, (64, 80, 96), seconds=0, clock=ONCE, left_out=said.append)
+    assert {row.tokens for row in rows} == {64}
+    assert len(said) == 1
+    assert said[0].startswith("80 tokens and more")
+    assert list(measure(CPU, TINY, (64,), seconds=0, clock=ONCE, left_out=said.append))
+    assert len(said) == 1, "the last length leaves nothing out"
+
+
+@pytest.mark.usefixtures("tiny_budgets")
+def test_what_was_measured_before_memory_ran_out_is_kept() -> None:
+    class Full(Clock):
+        calls = 0
+
+        def median(self, call: Callable[[], object]) -> float:
+            self.calls += 1
+            if self.calls == 11:
+                raise torch.OutOfMemoryError
+            return 1.0
+
+    said: list[str] = []
+    rows = list(measure(CPU, TINY, (64, 80, 96), seconds=60, clock=Full(CPU), left_out=said.append))
+    assert [row.tokens for row in rows] == [64] * 9 + [80]
+    assert rows[-1].ratio is None
+    assert said == ["80 tokens do not fit into memory after 1 measurements"]
+
+
+def test_a_clock_does_not_count_the_call_that_warms_up() -> None:
+    clock = Clock(CPU, repeats=5)
+    lasted = iter([2.0, 1.0, 1.0, 9.0])
+    clock._once = lambda call: next(lasted)  # type: ignore[method-assign]
+    called: list[None] = []
+    assert clock.median(lambda: called.append(None)) == 1.0
+    assert len(called) == 1
+    assert clock.spent == 4.0
+
+
+def test_an_h200_is_held_to_its_goals_at_32k_alone() -> None:
+    rows = [
+        Measured(phase, "KVM-256", 32_768, 1.0, None, ratio)
+        for phase, ratio in (("prefill", 9.5), ("decode", 2.0), (accelerator.REPLAYED, 12.0))
+    ]
+    found = {goal.name: goal for goal in goals([*rows, replace(rows[0], tokens=1024)], "NVIDIA H200")}
+    assert [goal.met for goal in found.values()] == [True, False]
+    assert found["KVM-256: decode, times faster at 32K"].got == 12.0
+    assert not list(goals(rows, "AMD Instinct MI325X"))
 
 
 @pytest.mark.usefixtures("tiny_budgets")
@@ -56,15 +107,16 @@ def test_correct_results_pass_the_check_and_wrong_ones_stop_the_bench(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert max(check(CPU, TINY, 100).values()) < 1e-6
-    right = accelerator._call
+    right = one_layer.call_kvm
 
     def wrong(*args: object, **kwargs: object) -> object:
         out, state = right(*args, **kwargs)  # type: ignore[arg-type]
-        return (out * 1.01 if kwargs.get("backend") == "auto" else out), state
+        return (out * factor if kwargs.get("state") is not None else out), state
 
-    monkeypatch.setattr(accelerator, "_call", wrong)
-    with pytest.raises(ArithmeticError, match="KVM-256 out"):
-        check(CPU, TINY, 100)
+    monkeypatch.setattr(one_layer, "call_kvm", wrong)
+    for factor in (1.01, float("nan")):  # noqa: B007, `wrong` uses it
+        with pytest.raises(ArithmeticError, match="KVM-256 decoded"):
+            check(CPU, TINY, 100)
 
 
 def test_a_method_without_its_opponent_has_no_ratio() -> None:

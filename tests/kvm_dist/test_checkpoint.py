@@ -12,9 +12,8 @@ import torch
 from kvm_dist.checkpoint import Manifest, list_checkpoints, newest_valid, prune, verify_checkpoint
 from kvm_dist.checkpoint.load import load_checkpoint
 from kvm_dist.checkpoint.rng import capture_rng, restore_rng, seed_rng
-from kvm_dist.checkpoint.save import save_checkpoint
 from kvm_dist.exit_codes import StorageError
-from tests.kvm_dist.checkpoint_samples import CONFIG_TEXT, sample_tensors, save_sample
+from tests.kvm_dist.checkpoint_samples import CONFIG_TEXT, sample_tensors, save_sample, save_tensors
 
 CPU = torch.device("cpu")
 
@@ -49,9 +48,7 @@ def test_signed_zeros_infinities_empty_and_strided_tensors_survive(
         "scalar": torch.tensor(-0.0, dtype=dtype),
         "strided": torch.randn(5, 7).to(dtype).t(),
     }
-    tensors = ((name, {"weight": tensor}) for name, tensor in odd.items())
-    info = save_checkpoint(tmp_path, 1, tensors, rng_states=[], state={}, config_text="")
-    assert info is not None
+    info = save_tensors(tmp_path, 1, odd, ranks=3)
     loaded = load_checkpoint(info.path)
     assert all(same_bits(loaded.tensor(name), tensor.contiguous()) for name, tensor in odd.items())
 
@@ -71,14 +68,6 @@ def test_a_large_model_is_cut_into_parts_of_bounded_size(tmp_path: Path) -> None
     assert parts == [f"optimizer-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     whole = verify_checkpoint(save_sample(tmp_path / "whole", 1, part_bytes=1 << 30).path).files
     assert {"model.safetensors", "optimizer.safetensors", "rng.safetensors"} <= set(whole)
-
-
-def test_ranks_that_do_not_write_only_take_part(tmp_path: Path) -> None:
-    tensors = iter(list(sample_tensors(1)))
-    result = save_checkpoint(tmp_path, 1, tensors, rng_states=[], state={}, config_text="", write=False)
-    assert result is None
-    assert next(tensors, None) is None, "the collective iterator must be used up"
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit flipped", "deleted", "replaced by a link"])
@@ -267,8 +256,7 @@ def test_random_state_of_every_rank_survives_a_save(tmp_path: Path, half_used_ga
     seed_rng(1, 1, 0, CPU)
     states.append(capture_rng(CPU))
     expected.append(draw())
-    info = save_checkpoint(tmp_path, 3, iter([]), rng_states=states, state={}, config_text="")
-    assert info is not None
+    info = save_tensors(tmp_path, 3, {}, rng_states=states)
     loaded = load_checkpoint(info.path)
     assert loaded.ranks == 2
     for rank in (1, 0):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvm_dist.train import hang_behind
+from kvm_dist.hang import hang_behind
 from parallel import collectives
 from parallel.config import ParallelConfig
 from parallel.engine.deepspeed import Engine

@@ -178,35 +178,23 @@ def test_a_rule_over_several_keys_names_the_places_of_those_that_were_written(tm
     assert line.endswith("use 4 or 6")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "wanted"), [(1000, "use 896 or 1024"), (100, "use 128"), (1025, "use 1024 or 1152")]
-)
-def test_a_sequence_that_cannot_be_cut_names_the_nearest_valid_lengths(
-    tmp_path: Path, tokens: int, wanted: str
-) -> None:
-    overrides = ["parallel.sequence=2", "model.kvm.chunk=64", f"data.sequence_length={tokens}"]
-    (line,) = problems(write(tmp_path, ""), *overrides)
-    assert line.endswith(wanted)
-    for length in wanted.removeprefix("use ").split(" or "):
-        load_config(tmp_path / "run.yaml", [*overrides[:2], f"data.sequence_length={length}"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_length_of_enough_blocks_is_taken(tmp_path: Path, ranks: int) -> None:
+    overrides = [f"parallel.sequence={ranks}", "data.sequence_length=1001"]
+    assert load_config(write(tmp_path, ""), overrides).config.data.sequence_length == 1001
 
 
-def test_one_rank_takes_any_length(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, ""), ["data.sequence_length=1001"]).config.data.sequence_length == 1001
+def test_too_short_a_sequence_names_the_most_ranks_and_the_shortest_length(tmp_path: Path) -> None:
+    overrides = ["model.kvm.chunk=64", "data.sequence_length=250"]
+    (line,) = problems(write(tmp_path, ""), *overrides, "parallel.sequence=5")
+    assert line.endswith("use parallel.sequence=4 or less, or data.sequence_length=257 or more")
+    load_config(tmp_path / "run.yaml", [*overrides, "parallel.sequence=4"])
+    load_config(tmp_path / "run.yaml", [overrides[0], "data.sequence_length=257", "parallel.sequence=5"])
 
 
-def test_a_shard_is_never_shorter_than_what_its_layers_look_back(tmp_path: Path) -> None:
-    overrides = ["parallel.sequence=2", "model.kvm.chunk=64", "model.kvm.window_chunks=4"]
-    (line,) = problems(write(tmp_path, ""), *overrides, "data.sequence_length=256")
-    assert line.endswith("use 384")
-    load_config(tmp_path / "run.yaml", [*overrides, "data.sequence_length=384"])
-
-
-def test_full_attention_over_sequence_ranks_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    overrides = ["model.layers=[full_attention]", "parallel.sequence=2"]
-    (line,) = problems(write(tmp_path, ""), *overrides)
-    assert "use parallel.sequence=1" in line
-    load_config(tmp_path / "run.yaml", [overrides[0]])
+def test_a_window_may_be_longer_than_a_shard(tmp_path: Path) -> None:
+    overrides = ["parallel.sequence=4", "model.kvm.chunk=64", "model.kvm.window_chunks=4"]
+    load_config(write(tmp_path, ""), [*overrides, "data.sequence_length=256"])
 
 
 @pytest.mark.parametrize("uri", ["file:///x", "mlruns", "./x"])
@@ -244,7 +232,7 @@ def test_a_dumped_configuration_loads_back_equal(
         {
             "optimizer": {"learning_rate": rate},
             "evaluation": {"sample_prompts": [text or "x", "x"]},
-            "slurm": {"partition": text},
+            "tracking": {"experiment": text},
             "model": {"kvm": {"budget": {"kind": "fixed", "slots": 257}}},
         }
     )

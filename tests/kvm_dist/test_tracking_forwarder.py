@@ -1,77 +1,32 @@
 """The forwarder against a store in memory that fails when told to."""
 
 import math
-from collections.abc import Callable
+import shutil
+import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvm_dist.config import RunConfig
+from kvm_dist.attempts import begin_attempt
+from kvm_dist.config import DataConfig, RunConfig, TrackingConfig
+from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.exit_codes import ConfigError
 from kvm_dist.metrics import append_metrics, truncate_after
+from kvm_dist.system_metrics import NodeMetrics
 from kvm_dist.tracking.address import absolute_uri, artifact_location, redact_uri, scrub, secrets_of
+from kvm_dist.tracking.description import description, flatten
 from kvm_dist.tracking.events import Kind, Spool, append_end, append_event
 from kvm_dist.tracking.events import RunStatus as Status
-from kvm_dist.tracking.forwarder import Forwarder, Point, Refused, RunGone, Unavailable, read_state
-from kvm_dist.tracking.tracker import description, flatten
+from kvm_dist.tracking.forwarder import Forwarder, read_state
+from kvm_dist.tracking.protocol import Point, Refused, RunGone, Unavailable
+from kvm_dist.tracking.sweep import declare_sweep
+from tests.kvm_dist.tracking_store import MemoryStore
 
 
-class MemoryStore:
-    """Keeps what it gets. `fault` is called before every write and may raise."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, list[Point]] = {}
-        self.keys: dict[str, str] = {}
-        self.status: dict[str, str] = {}
-        self.tags: dict[str, str] = {}
-        self.params: dict[str, str] = {}
-        self.uploads: list[str] = []
-        self.batches = 0
-        self.fault: Callable[[str], None] = lambda _: None
-        self.committed_but_unanswered = False
-
-    def find_run(self, experiment: str, run_key: str) -> str | None:
-        return self.keys.get(run_key)
-
-    def create_run(self, experiment: str, name: str, tags: dict[str, str], milliseconds: int) -> str:
-        self.fault("create")
-        run_id = f"run-{len(self.runs)}"
-        self.runs[run_id] = []
-        self.keys[tags["kvm_dist.run_key"]] = run_id
-        return run_id
-
-    def last_steps(self, run_id: str) -> dict[str, int]:
-        if run_id not in self.runs:
-            raise RunGone(run_id)
-        return {point.key: point.step for point in sorted(self.runs[run_id], key=lambda point: point.step)}
-
-    def log_points(self, run_id: str, points: list[Point]) -> None:
-        self.fault("points")
-        self.batches += 1
-        known = set(self.runs[run_id])
-        self.runs[run_id] += [point for point in points if point not in known]
-        if self.committed_but_unanswered:
-            self.committed_but_unanswered = False
-            raise Unavailable("the answer was lost")
-
-    def set_tags(self, run_id: str, tags: dict[str, str]) -> None:
-        self.tags |= tags
-
-    def log_params(self, run_id: str, params: dict[str, str]) -> None:
-        self.params = params | self.params
-
-    def upload(self, run_id: str, path: Path, folder: str) -> None:
-        self.fault("upload")
-        self.uploads.append(f"{folder}/{path.name}")
-
-    def upload_record(self, run_id: str, record: dict[str, Any], name: str) -> None:
-        self.fault("upload")
-        self.uploads.append(name)
-
-    def set_status(self, run_id: str, status: str, milliseconds: int | None) -> None:
-        self.fault("status")
-        self.status[run_id] = status
+@pytest.fixture(autouse=True)
+def without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking git costs more than all the rest."""
+    monkeypatch.setenv("KVM_DIST_COMMIT", "0123abc")
 
 
 def start(run_dir: Path, store: MemoryStore, attempt: str) -> Forwarder:
@@ -82,6 +37,13 @@ def start(run_dir: Path, store: MemoryStore, attempt: str) -> Forwarder:
 def log(run_dir: Path, steps: range, start_seconds: float = 0.0) -> None:
     for step in steps:
         metrics = {"train/loss": 1.0 / step, "train/tokens": float(step)}
+        append_metrics(run_dir / "metrics.jsonl", step, metrics, seconds=start_seconds + step)
+
+
+def log_again(run_dir: Path, steps: range, rollbacks: int, start_seconds: float) -> None:
+    """With the losses that a run has after so many rollbacks."""
+    for step in steps:
+        metrics = {"train/loss": step + 100.0 * rollbacks, "fault/rollbacks": float(rollbacks)}
         append_metrics(run_dir / "metrics.jsonl", step, metrics, seconds=start_seconds + step)
 
 
@@ -145,6 +107,47 @@ def test_a_resume_from_an_older_checkpoint_sends_no_step_twice(tmp_path: Path) -
     forwarder.pump()
     assert steps_of(store) == list(range(1, 16))
     assert list(store.runs) == ["run-0"], "a resume goes on in the same run"
+
+
+@pytest.mark.parametrize("other_process", [False, True])
+def test_steps_taken_again_after_a_rollback_bring_their_new_values_once(
+    tmp_path: Path, other_process: bool
+) -> None:
+    store = MemoryStore()
+    forwarder = start(tmp_path, store, "one")
+    log_again(tmp_path, range(1, 11), 0, 0.0)
+    NodeMetrics(tmp_path, "node1", [lambda: {"cpu_utilization_percentage": 50.0}]).sample()
+    forwarder.pump()
+    truncate_after(tmp_path / "metrics.jsonl", 5)
+    for steps in (range(6, 9), range(9, 13)):
+        if other_process:
+            (tmp_path / "tracking.json").unlink()
+            forwarder = start(tmp_path, store, f"from {steps[0]}")
+        log_again(tmp_path, steps, 1, 1000.0)
+        forwarder.pump()
+        forwarder.pump()
+    assert steps_of(store) == [*range(1, 11), *range(6, 13)]
+    assert read_state(tmp_path)["last_step"] == 12
+
+    truncate_after(tmp_path / "metrics.jsonl", 9)  # a resume from a checkpoint after the rollback
+    forwarder = start(tmp_path, store, "resumed")
+    log_again(tmp_path, range(10, 15), 1, 2000.0)
+    forwarder.pump()
+    assert steps_of(store) == [*range(1, 11), *range(6, 15)]
+    newest = {p.step: p.value for p in store.runs["run-0"] if p.key == "train/loss"}
+    assert newest == {step: step + 100.0 * (step > 5) for step in range(1, 15)}
+    assert steps_of(store, key="system/node1/cpu_utilization_percentage") == [1]
+
+
+def test_a_second_rollback_goes_back_further(tmp_path: Path) -> None:
+    store = MemoryStore()
+    log_again(tmp_path, range(1, 11), 0, 0.0)
+    start(tmp_path, store, "one").pump()
+    for rollbacks, left in ((1, 8), (2, 3)):
+        truncate_after(tmp_path / "metrics.jsonl", left)
+        log_again(tmp_path, range(left + 1, left + 4), rollbacks, 1000.0 * rollbacks)
+        start(tmp_path, store, f"back to {left}").pump()
+    assert steps_of(store) == [*range(1, 11), *range(9, 12), *range(4, 7)]
 
 
 def test_a_spool_replaced_under_a_running_process_is_noticed(tmp_path: Path) -> None:
@@ -281,6 +284,169 @@ def test_the_state_file_tells_how_far_it_is(tmp_path: Path) -> None:
     assert read_state(tmp_path)["problem"] == "no route to host"
 
 
+def checkpoint(run_dir: Path, step: int) -> Path:
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    fields = {"path": str(path), "step": step, "manifest_sha256": "ab", "bytes": 7}
+    append_event(run_dir, Kind.CHECKPOINT, "one", fields)
+    return path
+
+
+def log_validation(run_dir: Path, step: int, loss: float) -> None:
+    metrics = {"train/loss": 9.0, "validation/loss": loss}
+    append_metrics(run_dir / "metrics.jsonl", step, metrics, seconds=float(step))
+
+
+@pytest.mark.parametrize("told_late", [False, True])
+def test_a_checkpoint_gets_the_validation_metrics_of_its_own_step(tmp_path: Path, told_late: bool) -> None:
+    store = MemoryStore()
+    forwarder = start(tmp_path, store, "one")
+    if told_late:
+        log_validation(tmp_path, 5, 0.5)
+        log_validation(tmp_path, 6, 0.4)
+    checkpoint(tmp_path, 5)
+    forwarder.pump()
+    if not told_late:
+        assert store.model_points == {}, "its line is not written yet"
+        log_validation(tmp_path, 5, 0.5)
+    forwarder.pump()
+    assert store.model_points == {"step-00000005": {Point("validation/loss", 0.5, 5000, 5)}}
+    assert steps_of(store, key="validation/loss") == ([5, 6] if told_late else [5])
+    assert (
+        store.models["step-00000005"] | {"step": "5", "manifest_sha256": "ab"}
+        == store.models["step-00000005"]
+    )
+
+
+def test_a_step_saved_again_by_a_resumed_run_brings_no_second_value(tmp_path: Path) -> None:
+    store = MemoryStore()
+    path = checkpoint_of_a_killed_attempt(tmp_path, store)
+    log_again = {"train/loss": 9.0, "validation/loss": 0.5}
+    append_metrics(tmp_path / "metrics.jsonl", 5, log_again, seconds=700.0)
+    forwarder = start(tmp_path, store, "two")
+    fields = {"path": str(path), "step": 5, "manifest_sha256": "cd", "bytes": 7}
+    append_event(tmp_path, Kind.CHECKPOINT, "two", fields)
+    forwarder.pump()
+    assert steps_of(store, key="validation/loss") == [5]
+    assert store.model_points == {"step-00000005": {Point("validation/loss", 0.5, 5000, 5)}}
+    assert store.models["step-00000005"]["manifest_sha256"] == "cd"
+
+
+def test_a_checkpoint_saved_again_after_a_rollback_is_judged_by_its_new_value(tmp_path: Path) -> None:
+    store = MemoryStore()
+    checkpoint_of_a_killed_attempt(tmp_path, store)
+    metrics = {"validation/loss": 0.7, "fault/rollbacks": 1.0}
+    append_metrics(tmp_path / "metrics.jsonl", 5, metrics, seconds=700.0)
+    forwarder = start(tmp_path, store, "two")
+    fields = {"path": "/far/step-00000005", "step": 5, "manifest_sha256": "cd", "bytes": 7}
+    append_event(tmp_path, Kind.CHECKPOINT, "two", fields)
+    store.model_points.clear()
+    forwarder.pump()
+    assert steps_of(store, key="validation/loss") == [5, 5]
+    assert store.model_points == {"step-00000005": {Point("validation/loss", 0.7, 700_000, 5)}}
+
+
+def checkpoint_of_a_killed_attempt(run_dir: Path, store: MemoryStore) -> Path:
+    forwarder = start(run_dir, store, "one")
+    path = checkpoint(run_dir, 5)
+    log_validation(run_dir, 5, 0.5)
+    forwarder.pump()
+    truncate_after(run_dir / "metrics.jsonl", 2)
+    return path
+
+
+def test_a_checkpoint_that_was_deleted_is_marked_also_after_a_restart(tmp_path: Path) -> None:
+    store = MemoryStore()
+    forwarder = start(tmp_path, store, "one")
+    paths = [checkpoint(tmp_path, step) for step in (5, 10)]
+    for step in (5, 10):
+        log_validation(tmp_path, step, 0.5)
+    forwarder.pump()
+    assert [model["checkpoint_status"] for model in store.models.values()] == ["present", "present"]
+    shutil.rmtree(paths[0])
+    start(tmp_path, store, "two").pump()
+    assert [model["checkpoint_status"] for model in store.models.values()] == ["deleted", "present"]
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    start(tmp_path, store, "three").pump()
+    assert store.models["step-00000010"]["checkpoint_status"] == "present", (
+        "a disk that is away deletes nothing"
+    )
+
+
+def test_a_store_without_models_still_gets_every_metric(tmp_path: Path) -> None:
+    def no_models(what: str) -> None:
+        if what == "model":
+            raise Unavailable("no such endpoint")
+
+    store = MemoryStore()
+    store.fault = no_models
+    forwarder = start(tmp_path, store, "one")
+    checkpoint(tmp_path, 1)
+    log(tmp_path, range(1, 4))
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            forwarder.pump()
+    forwarder.pump()
+    assert steps_of(store) == [1, 2, 3]
+
+
+def test_what_the_nodes_measured_is_sent_once_under_their_names(tmp_path: Path) -> None:
+    store = MemoryStore()
+    forwarder = start(tmp_path, store, "one")
+    for node in ("node1", "node2"):
+        sampler = NodeMetrics(tmp_path, node, [lambda: {"cpu_utilization_percentage": 50.0}])
+        for _ in range(3):
+            sampler.sample()
+            forwarder.pump()
+    start(tmp_path, store, "two").pump()
+    for node in ("node1", "node2"):
+        assert steps_of(store, key=f"system/{node}/cpu_utilization_percentage") == [1, 2, 3]
+
+
+def test_both_splits_of_the_data_are_told_with_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"a document about {n}\n\n" * 9 for n in range(40)))
+    data = DataConfig(path=tmp_path / "corpus", source=str(tmp_path / "text.txt"), validation_fraction=0.3)
+    index = ensure_prepared(data, 512)
+    store = MemoryStore()
+    append_event(tmp_path, Kind.START, "one", description(RunConfig(run_root=tmp_path.parent, data=data)))
+    Forwarder(tmp_path, lambda _: store, "one").pump()
+    assert [(d.name, d.digest, d.tokens, d.context) for d in store.datasets] == [
+        ("corpus/train", index.digest, index.tokens("train"), "train"),
+        ("corpus/validation", index.digest, index.tokens("validation"), "validation"),
+    ]
+
+
+def test_a_run_is_tagged_with_its_job_and_surroundings(tmp_path: Path) -> None:
+    environment = {"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]"}
+    begin_attempt(tmp_path)
+    config = RunConfig(run_root=tmp_path.parent, name=tmp_path.name)
+    tags = description(config, environment | {"KVM_DIST_COMMIT": "abc"})["tags"]
+    assert tags["mlflow.source.git.commit"] == "abc"
+    assert (tags["slurm.job_id"], tags["slurm.nodes"]) == ("17", "node[1-2]")
+    assert (tags["kvm_dist.attempt"], tags["kvm_dist.host"]) == ("1", socket.gethostname())
+    assert tags["kvm_dist.layout"] == "1 data x 1 sequence ranks, ZeRO-1, float32"
+    assert not [tag for tag in description(config, {})["tags"] if tag.startswith("slurm")]
+
+
+def test_the_runs_of_a_sweep_share_one_finished_parent(tmp_path: Path) -> None:
+    store = MemoryStore()
+    key = declare_sweep(tmp_path, "sweep", "experiment", {"kvm_dist.varied": "seed"})
+    assert declare_sweep(tmp_path, "again", "experiment", {}) == key
+    for name in ("000-seed-1", "001-seed-2"):
+        (tmp_path / name).mkdir()
+        start(tmp_path / name, store, name).pump()
+        assert store.tags["mlflow.parentRunId"] == store.keys[key]
+    assert len(store.runs) == 3
+    assert store.status[store.keys[key]] == "FINISHED"
+
+
+def test_a_run_outside_of_a_sweep_has_no_parent(tmp_path: Path) -> None:
+    store = MemoryStore()
+    start(tmp_path, store, "one").pump()
+    assert "mlflow.parentRunId" not in store.tags
+
+
 def test_a_spool_gives_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "spool"
     spool = Spool(path)
@@ -310,6 +476,20 @@ def test_a_sqlite_path_is_made_absolute_and_its_folder_made(
     assert absolute_uri("http://host:5000") == "http://host:5000"
     assert artifact_location("http://host:5000", "e") is None
     assert artifact_location(f"sqlite:///{tmp_path}/x.db", "../e") == f"file://{tmp_path}/mlartifacts/-e"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://me:hush@host",
+        "postgresql://host/x?sslmode=require&password=hush",
+        "http://host/?api_key=hush",
+    ],
+)
+def test_an_address_with_a_secret_is_refused_as_it_would_be_stored(uri: str) -> None:
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_PASSWORD"):
+        TrackingConfig(uri=uri)
+    assert TrackingConfig(uri="sqlite:///x/mlflow.db?timeout=9").uri
 
 
 @pytest.mark.parametrize(
@@ -348,3 +528,14 @@ def test_secrets_in_params_and_logs_are_hidden() -> None:
     hidden = secrets_of("http://u:a%40b@h/?token=planted-2", environment)
     text = scrub("u:a%40b a@b planted-1 planted-2 false /home/me", hidden)
     assert text == "*** *** *** *** false /home/me"
+
+
+def test_the_login_that_mlflow_keeps_in_the_home_folder_is_hidden_also_as_a_header(tmp_path: Path) -> None:
+    folder = tmp_path / ".mlflow"
+    folder.mkdir()
+    login = "mlflow_tracking_username = me\nmlflow_tracking_password = pl%nt\n"
+    (folder / "credentials").write_text(f"[mlflow]\n{login}")
+    hidden = secrets_of("http://host", {"HOME": str(tmp_path)})
+    assert scrub("me pl%nt Basic bWU6cGwlbnQ=", hidden) == "me *** Basic ***"
+    (folder / "credentials").write_text("no file of this kind")
+    assert scrub("me pl%nt", secrets_of("http://host", {"HOME": str(tmp_path)})) == "me pl%nt"

@@ -1,7 +1,9 @@
 """Tracking with MLflow itself: a sqlite store, a real server on loopback, and servers that do not answer."""
 
 import contextlib
+import hashlib
 import http.server
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,12 +19,18 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from kvm_dist.config import RunConfig, TrackingConfig
-from kvm_dist.metrics import read_metrics
+from kvm_dist.config import DataConfig, RunConfig, TrackingConfig
+from kvm_dist.data.first_use import ensure_prepared
+from kvm_dist.metrics import append_metrics, read_metrics, truncate_after
 from kvm_dist.tracking import NullTracker, Tracker
-from kvm_dist.tracking.forwarder import read_state
+from kvm_dist.tracking.description import description
+from kvm_dist.tracking.events import Kind, append_event
+from kvm_dist.tracking.forwarder import Forwarder, read_state
+from kvm_dist.tracking.lock import alone_in
+from kvm_dist.tracking.store import MlflowStore
+from kvm_dist.tracking.sweep import declare_sweep
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 SECRET = "planted-hush-hush"
 
 
@@ -51,9 +59,9 @@ def database(empty_database: Path, tmp_path: Path) -> str:
 
 
 @contextlib.contextmanager
-def mlflow_server(uri: str, port: int, folder: Path) -> Iterator[None]:
+def mlflow_server(uri: str, port: int, folder: Path, *options: str) -> Iterator[None]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--workers", "1"]
+    command += ["--port", str(port), "--workers", "1", *options]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with subprocess.Popen(
         command,
@@ -70,10 +78,13 @@ def mlflow_server(uri: str, port: int, folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trainer(tmp_path: Path, uri: str, first: int, last: int, status: str) -> Iterator[subprocess.Popen[str]]:
+def trainer(
+    tmp_path: Path, uri: str, first: int, last: int, status: str, pause: int = 0, back: int = 0
+) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.kvm_dist.tracking_trainer", str(tmp_path / "runs"), uri]
-    command += [str(first), str(last), status]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command += [str(first), str(last), status, str(pause), str(back)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         yield process
         if process.poll() is None:
             process.kill()
@@ -128,7 +139,13 @@ def test_a_killed_trainer_leaves_no_running_run_and_a_resume_reuses_it(tmp_path:
     assert sent_steps(client, finished) == sent_steps(client, finished, "train/tokens") == list(range(1, 21))
     assert finished.data.params["train.steps"] == "6000"
     assert finished.data.tags["mlflow.source.git.commit"]
-    assert [file.path for file in client.list_artifacts(finished.info.run_id)] == ["config.yaml"]
+    files = [file.path for file in client.list_artifacts(finished.info.run_id)]
+    assert files == ["checkpoints", "config.yaml"]
+    models = client.search_logged_models([finished.info.experiment_id])
+    assert sorted(model.name for model in models) == [f"step-{step:08d}" for step in (5, 10, 15, 20)]
+    assert sorted(output.step for output in finished.outputs.model_outputs) == [5, 10, 15, 20]
+    assert sent_steps(client, finished, "validation/loss") == [5, 10, 15, 20]
+    assert sent_steps(client, finished, "system/node1/cpu_utilization_percentage") == [1, 2]
     assert len(client.search_runs([finished.info.experiment_id])) == 1
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
@@ -151,6 +168,110 @@ def test_a_server_that_comes_late_gets_everything_once(
     assert sent_steps(client, run) == list(range(1, 31))
     for path in (tmp_path / "runs/sample").rglob("*"):
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+@pytest.fixture
+def server_with_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of `mlflow server --app-name basic-auth`, whose only user is that of the environment."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    settings = {
+        "database_uri": f"sqlite:///{folder}/users.db",
+        "admin_username": "me",
+        "default_permission": "NO_PERMISSIONS",
+        "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+    }
+    lines = [f"{name} = {value}\n" for name, value in settings.items()]
+    (folder / "basic_auth.ini").write_text("".join(["[mlflow]\n", *lines]))
+    monkeypatch.setenv("MLFLOW_AUTH_CONFIG_PATH", str(folder / "basic_auth.ini"))
+    monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", SECRET)
+    monkeypatch.setenv("MLFLOW_FLASK_SERVER_SECRET_KEY", SECRET)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    if importlib.util.find_spec("flask_wtf") is None:  # it guards a page of the server only
+        (folder / "flask_wtf").mkdir()
+        (folder / "flask_wtf/__init__.py").touch()
+        (folder / "flask_wtf/csrf.py").write_text("class CSRFProtect:\n    def init_app(self, app): pass\n")
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
+def prepare_data(folder: Path) -> str:
+    text = folder.with_suffix(".txt")
+    text.write_text("".join(f"a document about {n}\n\n" * 9 for n in range(40)))
+    return ensure_prepared(DataConfig(path=folder, source=str(text), validation_fraction=0.3), 512).digest
+
+
+@pytest.mark.usefixtures("server_with_logins")
+def test_a_server_that_asks_for_a_login_and_is_killed_in_between_has_everything_once(
+    tmp_path: Path, database: str
+) -> None:
+    """The run goes back five steps meanwhile: their new values come beside the ones before, once."""
+    digest = prepare_data(tmp_path / "runs/corpus")
+    declare_sweep(tmp_path / "runs", "sweep", "kvm-dist", {})
+    port = free_port()
+    state = tmp_path / "runs/sample"
+    server = (database, port, tmp_path / "server", "--app-name", "basic-auth")
+    with trainer(tmp_path, f"http://127.0.0.1:{port}", 1, 20, "FINISHED", pause=10, back=5) as process:
+        with mlflow_server(*server):
+            assert said(process) == "paused"
+            wait_for(lambda: read_state(state).get("last_step") == 10)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert said(process) == "logged"
+        wait_for(lambda: bool(read_state(state).get("problem")))
+        shutil.rmtree(state / "checkpoints/step-00000010")
+        with mlflow_server(*server):
+            assert said(process) == "True"
+    client = MlflowClient(database)
+    run = tracked_run(tmp_path, client)
+    assert run.info.status == "FINISHED"
+    twice = sorted([*range(1, 21), *range(6, 11)])
+    assert sent_steps(client, run) == twice
+    assert sent_steps(client, run, "fault/rollbacks") == twice
+    assert sent_steps(client, run, "validation/loss") == [5, 10, 10, 15, 20]
+    assert run.data.metrics["train/loss"] == 1 + 1 / 20
+    assert_the_best_checkpoint_is_found(client, run, state)
+    datasets = [(d.dataset.name, d.dataset.digest, d.tags[0].value) for d in run.inputs.dataset_inputs]
+    assert sorted(datasets) == [(f"corpus/{s}", digest[:36], s) for s in ("train", "validation")]
+    assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.status == "FINISHED"
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+def assert_the_best_checkpoint_is_found(client: MlflowClient, run: Run, run_dir: Path) -> None:
+    order = [{"field_name": "metrics.validation/loss", "ascending": True}]
+    where = [run.info.experiment_id]
+    models = client.search_logged_models(where, order_by=order)
+    assert [model.params["step"] for model in models] == ["5", "20", "15", "10"]
+    best = models[0]
+    assert best.params["path"] == str(run_dir / "checkpoints/step-00000005")
+    assert best.tags["manifest_sha256"] == hashlib.sha256(b"{}\n").hexdigest()
+    assert [(m.key, m.value, m.step) for m in best.metrics] == [("validation/loss", 5.0, 5)]
+    present = client.search_logged_models(where, "tags.checkpoint_status = 'present'", order_by=order)
+    assert [model.params["step"] for model in present] == ["5", "20", "15"]
+
+
+def test_a_rollback_is_told_from_a_resume_by_what_the_database_holds(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVM_DIST_COMMIT", "0123abc")
+    config = RunConfig(run_root=tmp_path / "runs", name="sample", tracking=TrackingConfig(uri=database))
+    config.run_directory.mkdir()
+    starts = ((0, range(1, 11), 0), (5, range(6, 9), 1), (7, range(8, 13), 1))
+    for number, (kept, steps, rollbacks) in enumerate(starts):
+        truncate_after(config.run_directory / "metrics.jsonl", kept)
+        for step in steps:
+            metrics = {"train/loss": step + 100.0 * rollbacks, "fault/rollbacks": float(rollbacks)}
+            append_metrics(config.run_directory / "metrics.jsonl", step, metrics, 1000.0 * number + step)
+        append_event(config.run_directory, Kind.START, str(number), description(config))
+        Forwarder(config.run_directory, lambda _: MlflowStore(database, None), str(number)).pump()
+    client = MlflowClient(database)
+    run = tracked_run(tmp_path, client)
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in history) == sorted(
+        [*((step, float(step)) for step in range(1, 11)), *((step, step + 100.0) for step in range(6, 13))]
+    )
+    assert run.data.metrics["train/loss"] == 112.0
 
 
 class Answer500(http.server.BaseHTTPRequestHandler):
@@ -189,6 +310,57 @@ def test_a_server_that_does_not_work_costs_a_bounded_wait_at_the_end(tmp_path: P
     assert tracker._process is not None
     tracker._process.kill()
     tracker._process.wait()
+
+
+def test_a_process_that_gets_no_processor_is_replaced_at_the_end(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVM_DIST_TRACKING_NICENESS", "1")
+    monkeypatch.setattr("kvm_dist.tracking.tracker.PROMPT_SECONDS", 0.1)
+    config = RunConfig(run_root=tmp_path / "runs", name="sample", tracking=TrackingConfig(uri=database))
+    config.run_directory.mkdir()
+    tracked = Tracker(config.run_directory, config)
+    starved = tracked._process
+    assert starved is not None
+    wait_for(lambda: (config.run_directory / "tracking.lock").exists())
+    wait_for(lambda: bool((config.run_directory / "tracking.lock").read_text()))
+    starved.send_signal(signal.SIGSTOP)
+    for step in range(1, 6):
+        tracked.log(step, {"train/loss": 1.0})
+    assert tracked.close(wait_seconds=PATIENCE_SECONDS)
+    assert starved.wait(1) == -signal.SIGKILL
+    client = MlflowClient(database)
+    run = tracked_run(tmp_path, client)
+    assert sent_steps(client, run) == [1, 2, 3, 4, 5]
+    assert run.info.status == "FINISHED"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from kvm_dist.tracking.lock import alone_at, alone_in
+run_dir, database = map(Path, sys.argv[1:])
+with alone_in(run_dir, 0, None, False), alone_at(database, 0):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_a_process_that_makes_the_tables_is_let_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvm_dist.tracking.lock.GRACE_SECONDS", 0.0)
+    database = tmp_path / "mlflow.db"
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), str(database)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert said(holder) == "held"
+        for takes_over, followed in ((True, database), (False, None)):
+            with pytest.raises(BlockingIOError), alone_in(tmp_path, 0.5, followed, takes_over):
+                pass
+        assert holder.poll() is None
+        with alone_in(tmp_path, PATIENCE_SECONDS, None, takes_over=True):
+            assert holder.wait(5) == -signal.SIGKILL
 
 
 def test_without_tracking_there_are_metrics_and_no_process(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What one rank holds at its fullest, from the configuration alone. No torch.
+
+With P parameters, N ranks, t tokens of a micro-batch's shards on the rank, a micro-batches of a step, b bytes
+of a number of the model's dtype (2 or 4) and the ZeRO stage z:
+
+    weights             b P, shared by N if z = 3
+    masters and moments (4 P if z > 0) + 8 P, shared by N if z >= 1
+    gradients           4 P, shared by N if z >= 2
+    activations         t (4 V + what the layers keep of a token for the backward), V the vocabulary
+    working             the larger of: t times gradients of the logits; t times what one layer computes again
+    states              received over the edge before, copies of what a step sends over both edges, and of one
+                        layer at work the state and its gradient
+
+What layers keep of a token is stated by their kinds and was measured; fused kernels keep less.
+"""
+
+from dataclasses import dataclass
+
+from kvm_dist.config import RunConfig
+from models.costs import ModelCosts
+from models.kinds.attention import window_elements
+from models.messages import EdgeMessage, edge_messages, swaps_heads
+from models.sequence_shards import SequenceShards
+from parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank; buffers of the engine and of the allocator come on top."""
+
+    weights: int
+    masters_and_moments: int
+    gradients: int
+    activations: int
+    working: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        model = self.weights + self.masters_and_moments + self.gradients
+        return model + self.activations + self.working + self.states
+
+
+def rank_memory(
+    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sequences: int, rank: int
+) -> MemoryPlan:
+    """Of sequence rank `rank`, which holds shards of `sequences` sequences at a time."""
+    parallel, count = config.parallel, costs.parameters
+    width, stage, ranks = element_bytes(parallel), parallel.zero_stage, parallel.world_size
+    masters = 0 if stage == 0 else 4 * count  # stage 0 updates the float32 weights themselves
+    start, stop = shards.spans[rank]
+    tokens = sequences * (stop - start)
+    kept = costs.saved_token_bytes + 4 * config.model.vocab_size
+    logits = (4 if width == 4 else 4 + width) * config.model.vocab_size
+    recomputed = max(layer.recomputed_token_bytes for layer in costs.layers)
+    return MemoryPlan(
+        weights=width * count // (ranks if stage == 3 else 1),
+        masters_and_moments=(masters + 8 * count) // (ranks if stage else 1),
+        gradients=4 * count // (ranks if stage >= 2 else 1),
+        activations=tokens * kept + sequences * _keys_of_ranks_before(config, shards, rank),
+        working=tokens * max(logits, recomputed),
+        states=sequences * _states(config, shards, rank),
+    )
+
+
+def element_bytes(parallel: ParallelConfig) -> int:
+    """Of one number in the model's dtype."""
+    return 2 if parallel.precision == "bfloat16" else 4
+
+
+def edge_bytes(config: RunConfig, messages: tuple[EdgeMessage, ...], phase: str) -> int:
+    """Of one sequence, all layers together."""
+    return sum(one.size(element_bytes(config.parallel)) for one in messages if one.phase == phase)
+
+
+def _states(config: RunConfig, shards: SequenceShards, rank: int) -> int:
+    """Of one sequence; what was sent is kept until the step ends, and so adds up over its micro-batches."""
+    model, spans = config.model, shards.spans
+    start, stop = spans[rank]
+    states = (model.layer_config(kind).cost(model, stop).boundary.float32 for kind in set(model.layer_kinds))
+    at_work = 2 * 4 * max(states)
+    received = sent = 0
+    if rank > 0:
+        before = edge_messages(model, start, spans)
+        received, sent = edge_bytes(config, before, "forward"), edge_bytes(config, before, "backward")
+    if rank < len(spans) - 1:
+        sent += edge_bytes(config, edge_messages(model, stop, spans), "forward")
+    return at_work + received + config.train.accumulation * sent
+
+
+def _keys_of_ranks_before(config: RunConfig, shards: SequenceShards, rank: int) -> int:
+    """Full attention without a split by heads keeps the keys and values of all tokens before its shard."""
+    model = config.model
+    if len(shards.spans) == 1 or swaps_heads(model, shards.spans):
+        return 0
+    layers = sum(model.layer_config(kind).reads_by_heads for kind in model.layer_kinds)
+    return layers * window_elements(model, shards.spans[rank][0]) * element_bytes(config.parallel)
