@@ -13,6 +13,7 @@ from rich.table import Table
 from kvm_dist.bench.results import Results
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION, QUICK, Setting
 from kvm_dist.exit_codes import ConfigError
+from launch.console import table_console
 
 
 def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_path: Path | None) -> None:
@@ -20,16 +21,16 @@ def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_p
     if device.startswith("cuda"):
         from launch.accelerator_bench import bench_accelerator
 
-        bench_accelerator(device, lengths, json_path)
+        bench_accelerator(device, lengths, quick, json_path)
         return
     if device != "cpu":
         raise ConfigError(f"bench kvm --device {device}: want cpu or cuda")
     setting = _setting(lengths, quick, threads)
     from kvm_dist.bench.kvm import bench_kvm as measured
 
-    with _Shown() as shown:
+    with Shown() as shown:
         results = measured(setting, shown.update)
-    console = Console()
+    console = table_console()
     for table in (_training(results), _once(results), _goals(results)):
         if table.row_count:
             console.print(table)
@@ -41,7 +42,7 @@ def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_p
         print(f"{json_path}\n{time_against_length(results, json_path.with_suffix('.png'))}")
 
 
-def compile_report(json_path: Path | None) -> None:
+def compile_report(quick: bool, workers: int, json_path: Path | None) -> None:
     """What the kernels compile to for every GPU, and the floor of each by arithmetic and by memory."""
     try:
         from launch.kernel_tables import print_compile_report
@@ -49,7 +50,15 @@ def compile_report(json_path: Path | None) -> None:
         raise ConfigError(
             f"bench kvm --compile-report: {error}; it wants Triton, which pip installs on Linux"
         ) from error
-    print_compile_report(json_path)
+    with Shown("compiling") as shown:
+        print_compile_report(quick, workers, json_path, shown.update)
+
+
+def tune(device: str, widths: list[int], rows: Path | None) -> None:
+    """Search for faster tiles of the kernels on this GPU, and write them."""
+    from launch.tuning_bench import tune as tuned
+
+    tuned(device, widths, rows)
 
 
 def _setting(lengths: list[int], quick: bool, threads: int) -> Setting:
@@ -62,10 +71,10 @@ def _setting(lengths: list[int], quick: bool, threads: int) -> Setting:
         raise ConfigError(f"bench kvm: {error}") from error
 
 
-class _Shown:
+class Shown:
     """A bar with the time left on a terminal; elsewhere a line for each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "warming up") -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -74,9 +83,9 @@ class _Shown:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self._task = self._progress.add_task("warming up", total=1.0)
+        self._task = self._progress.add_task(first, total=1.0)
 
-    def __enter__(self) -> "_Shown":
+    def __enter__(self) -> "Shown":
         self._progress.start()
         return self
 

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
+from launch.bench_cli import bench_app
+from launch.convert_cli import export, import_folder
 from launch.ending import exit_code_of, leave
+from launch.evaluate_cli import evaluate
+from launch.miniature_cli import miniature
 
 app = typer.Typer(
     name="kvm-dist",
@@ -21,8 +25,11 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measure what the parts of a run cost on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.command()(evaluate)
+app.command("import")(import_folder)
+app.command()(export)
+app.command()(miniature)
 
 Config = Annotated[
     Path, typer.Argument(help="a YAML file, such as configs/quickstart.yaml", metavar="CONFIG")
@@ -46,6 +53,72 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from launch.joined import train_joined
 
     train_joined(load_config(config, overrides or []), placement)
+
+
+@app.command()
+def submit(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the batch script and the plan")] = False,
+) -> None:
+    """Queue the run of CONFIG in Slurm. Values with commas (seed=1,2) queue one run for every combination."""
+    from launch.submit import submit_run
+
+    submit_run(config, overrides or [], dry_run)
+
+
+RunRoot = Annotated[Path, typer.Option(help="where the runs are")]
+Run = Annotated[Path, typer.Argument(help="a run directory, or a name under --run-root", metavar="RUN")]
+
+
+@app.command()
+def status(
+    run: Annotated[Path | None, typer.Argument(help="one run in detail", metavar="[RUN]")] = None,
+    run_root: RunRoot = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """All runs: state, step, loss, speed, time left, node, attempt, last error; local ones and Slurm's."""
+    from launch.status import show_status
+
+    show_status(run, run_root, as_json)
+
+
+@app.command()
+def logs(
+    run: Run,
+    run_root: RunRoot = Path("runs"),
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="until the run has ended")] = False,
+    rank: Annotated[int | None, typer.Option(help="only this rank", min=0)] = None,
+) -> None:
+    """What the ranks of a run said, or say; through restarts."""
+    from launch.follow import show_logs
+
+    show_logs(run, run_root, rank, follow)
+
+
+@app.command()
+def stop(
+    run: Run,
+    run_root: RunRoot = Path("runs"),
+    wait: Annotated[float, typer.Option(help="seconds to wait for its end", min=0)] = 600.0,
+) -> None:
+    """Ask a run to save and end, here or in Slurm, and wait until it has."""
+    from launch.stop import stop_run
+
+    stop_run(run, run_root, wait)
+
+
+@app.command()
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    run_root: RunRoot = Path("runs"),
+    here: Annotated[bool, typer.Option("--here", help="do not submit, though it was submitted")] = False,
+) -> None:
+    """Start the run of a directory again where it was saved: here, or through Slurm if it was submitted."""
+    from launch.resume import resume_run
+
+    raise typer.Exit(resume_run(run, run_root, overrides or [], here))
 
 
 @app.command()
@@ -103,8 +176,11 @@ def checkpoint_verify(path: Annotated[Path, typer.Argument(help="folder of one c
 
 @app.command()
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(help="folder of one checkpoint, or a run directory")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="folder of one checkpoint, a run directory, or an exported folder")
+    ],
     prompt: Annotated[str, typer.Option(help="text to go on from")],
+    overrides: Overrides = None,
     tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="same seed, same text")] = 0,
@@ -112,7 +188,7 @@ def sample(
     """Let a checkpoint write."""
     from kvm_dist.sampling import sample as sampled
 
-    print(sampled(checkpoint, prompt, tokens, temperature, seed))
+    print(sampled(checkpoint, prompt, tokens, temperature, seed, overrides or []))
 
 
 @config_app.command("show")
@@ -130,28 +206,6 @@ def config_schema() -> None:
     from launch.config_commands import print_schema
 
     print_schema()
-
-
-@bench_app.command("kvm")
-def bench_kvm(
-    device: Annotated[str, typer.Option(help="cpu, or cuda (also for AMD GPUs)")] = "cpu",
-    tokens: Annotated[list[int] | None, typer.Option(help="a length; give it again for more")] = None,
-    quick: Annotated[bool, typer.Option(help="short lengths, one round: seconds, not minutes")] = False,
-    threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 2,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write all numbers here and a picture beside")
-    ] = None,
-    compile_report: Annotated[
-        bool, typer.Option("--compile-report", help="compile the GPU kernels instead; needs no GPU")
-    ] = False,
-) -> None:
-    """KVM against full attention: time, growth, memory, decoding, prefill in pieces."""
-    from launch import bench_commands
-
-    if compile_report:
-        bench_commands.compile_report(json_path)
-    else:
-        bench_commands.bench_kvm(device, tokens or [], quick, threads, json_path)
 
 
 @app.command()

@@ -33,7 +33,7 @@ def _lines(
     indent = "  " * len(above)
     for name, value in section.items():
         path = (*above, name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield f"{indent}{name}:", ""
             yield from _lines(value, provenance, path)
         else:

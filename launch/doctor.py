@@ -9,17 +9,19 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvm_dist.config import RunConfig
 from kvm_dist.exit_codes import ExitCode
 from kvm_dist.load import load_config
+from launch.console import table_console
+from launch.doctor_data import check_data
+from launch.doctor_devices import check_devices
+from launch.finding import Finding
+from parallel.placement import Placement, world_from_environment
 
 TRACKING_TIMEOUT_SECONDS = 5.0
 LEAST_FREE_BYTES = 10 << 30
@@ -28,8 +30,8 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 # distribution: lowest version, first version that is too new
 REQUIREMENTS: dict[str, tuple[str, str | None]] = {
     "torch": ("2.10", "2.14"),
-    "triton": ("3.4", None),
-    "deepspeed": ("0.19.4", None),
+    "triton": ("3.6", None),
+    "deepspeed": ("0.19.8", None),
     "flash-linear-attention": ("0.6", None),
     "transformers": ("5.6.2", "6"),
     "webdataset": ("1.0", None),
@@ -44,20 +46,18 @@ KNOWN_BAD: dict[str, tuple[str, str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. fix: what to do, empty when nothing needs doing."""
-
-    what: str
-    level: Literal["ok", "warn", "fail"]
-    found: str
-    fix: str = ""
-
-
 def run_doctor(config_path: Path | None, overrides: Sequence[str]) -> int:
     """Print every finding. Returns 0, or 70 when a check failed."""
     config = load_config(config_path, overrides).config if config_path else RunConfig()
-    findings = [finding for check in CHECKS for finding in check(config)]
+    placement = world_from_environment(os.environ)
+    checks = [*CHECKS, *(CHECKS_OF_A_RUN if config_path else ())]
+    findings = [finding for check in checks for finding in check(config)]
+    silent = placement.rank != 0 and not any(finding.level == "fail" for finding in findings)
+    if placement.size > 1:
+        findings += check_ranks(config, placement)
+    failed = any(finding.level == "fail" for finding in findings)
+    if silent:
+        return int(ExitCode.CRASH) if failed else 0  # rank 0 tells of what concerns all
     table = Table()
     for title in ("check", "", "found", "fix"):
         table.add_column(title, overflow="fold")
@@ -66,8 +66,21 @@ def run_doctor(config_path: Path | None, overrides: Sequence[str]) -> int:
         table.add_row(
             finding.what, f"[{style}]{finding.level}[/]", escape(finding.found), escape(finding.fix)
         )
-    Console().print(table)
-    return int(ExitCode.CRASH) if any(finding.level == "fail" for finding in findings) else 0
+    table_console().print(table)
+    return int(ExitCode.CRASH) if failed else 0
+
+
+def check_ranks(config: RunConfig, placement: Placement) -> Iterator[Finding]:
+    """As one rank of several: whether all have the same versions, code and variables; how fast they talk."""
+    from launch.doctor_ranks import compare_ranks
+
+    try:
+        found = compare_ranks(config, placement, list(REQUIREMENTS))
+    except (ConnectionError, ValueError) as error:
+        yield Finding("ranks", "fail", str(error), "mend the network or the launch; both are named")
+        return
+    for what, said, fix in found:
+        yield Finding(what, "fail" if fix else "ok", said, fix)
 
 
 def check_python(config: RunConfig) -> Iterator[Finding]:
@@ -107,24 +120,6 @@ def release(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return (*numbers, *([0] * (4 - len(numbers))))
-
-
-def check_devices(config: RunConfig) -> Iterator[Finding]:
-    try:
-        import torch
-    except ImportError as error:
-        yield Finding("device", "fail", f"torch cannot be imported: {error}", "pip install -e .")
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
-        backend = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        yield Finding("device", "ok", f"{count} x {', '.join(names)} ({backend})")
-    elif config.device == "cuda":
-        fix = "install a GPU build of torch, or set device=cpu"
-        yield Finding("device", "fail", "device=cuda, but torch sees no GPU", fix)
-    else:
-        yield Finding("device", "ok", "no GPU: the CPU")
 
 
 def check_threads(config: RunConfig) -> Iterator[Finding]:
@@ -191,3 +186,4 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_run_root,
     check_tracking,
 )
+CHECKS_OF_A_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (check_data,)

@@ -2,13 +2,17 @@
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from kvm_dist.exit_codes import ConfigError
+from kvm_dist.attempts import begin_attempt
+from kvm_dist.exit_codes import ConfigError, ExitCode, RunError
 from kvm_dist.load import LoadedConfig
+from kvm_dist.postmortem import record_end
 from kvm_dist.run_directory import RunDirectory, locked_run_directory, open_run_directory
-from parallel.placement import Placement
+from launch.slurm_rank import own_local_folder
+from parallel.placement import Placement, devices_counted_once
 
 
 def train_joined(loaded: LoadedConfig, placement: Placement) -> None:
@@ -20,15 +24,40 @@ def train_joined(loaded: LoadedConfig, placement: Placement) -> None:
             f"{parallel.world_size} ranks but {placement.launcher} started {placement.size}; change the "
             "degrees or start as many"
         )
+    for name in devices_counted_once(os.environ):
+        del os.environ[name]
+    os.environ.setdefault("TRITON_CACHE_DIR", str(own_local_folder("kvm-dist-triton")))
     with ExitStack() as stack:
         if placement.rank == 0:
             directory = stack.enter_context(locked_run_directory(loaded))
         else:
             directory = open_run_directory(loaded)
         write_log(directory, placement.rank)
-        from kvm_dist.train import train
+        if placement.rank == 0:
+            directory.postmortem_path.unlink(missing_ok=True)  # of an earlier attempt
+            begin_attempt(directory.path, steps=loaded.config.train.steps, job=os.environ.get("SLURM_JOB_ID"))
+        with _end_recorded(directory, placement):
+            from kvm_dist.train import train
 
-        train(loaded)
+            train(loaded)
+
+
+@contextmanager
+def _end_recorded(directory: RunDirectory, placement: Placement) -> Iterator[None]:
+    """Rank 0 writes down how the attempt ended, whoever fails why: there may be no launcher to do it."""
+    code, cause = int(ExitCode.CRASH), ""
+    try:
+        yield
+        code = int(ExitCode.DONE)
+    except RunError as error:
+        code, cause = int(error.code), str(error)
+        raise
+    except BaseException as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if code != ExitCode.DONE or placement.rank == 0:
+            record_end(directory, code, cause, rank=placement.rank, ranks=placement.size)
 
 
 def write_log(directory: RunDirectory, rank: int) -> None:

@@ -1,25 +1,45 @@
 """`bench kvm --compile-report`: what the kernels compile to, and the least time a GPU could take."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvm_dist.bench.setting import BUDGETS
-from models.kvm.kernels.report import CompileRow, RooflineRow, compile_report, roofline
+from launch.console import table_console
+from models.kvm.kernels.report import (
+    CompileRow,
+    RooflineRow,
+    ShapeClass,
+    compile_report,
+    roofline,
+    shape_classes,
+)
 
 ROOFLINE_TOKENS = 32_768
 
 
-def print_compile_report(json_path: Path | None) -> None:
-    """Compiles every kernel for every target, which takes minutes and no GPU."""
-    console = Console()
+def print_compile_report(
+    quick: bool, workers: int, json_path: Path | None, report: Callable[[str, float], None]
+) -> None:
+    """Compiles every kernel for every target, which takes minutes and no GPU.
+
+    quick: only the published shape. report: is told what was done, and the share that is done.
+    """
+    console = table_console()
     floors = {name: roofline(budget, ROOFLINE_TOKENS) for name, budget in BUDGETS.items()}
     for name, rows in floors.items():
         console.print(_roofline(name, rows))
-    compiled = compile_report()
+    classes, ended = shape_classes(every=not quick), 0
+
+    def finished(one: ShapeClass) -> None:
+        nonlocal ended
+        ended += 1
+        report(str(one), ended / len(classes))
+
+    compiled = compile_report(classes, workers, finished)
     console.print(_compiled(compiled))
     if json_path is not None:
         found = {
@@ -34,7 +54,7 @@ def print_compile_report(json_path: Path | None) -> None:
 def _compiled(rows: list[CompileRow]) -> Table:
     table = Table(title="every kernel, compiled", title_justify="left")
     left = ("kernel", "target", "inputs", "matrix instructions")
-    numbers = ("D", "registers", "spills", "shared KiB", "warps", "instructions", "occupancy at most")
+    numbers = ("D", "C", "registers", "spills", "shared KiB", "warps", "instructions", "occupancy at most")
     for name in (*left[:3], *numbers, left[3]):
         table.add_column(name, justify="left" if name in left else "right")
     for row in rows:
@@ -43,7 +63,7 @@ def _compiled(rows: list[CompileRow]) -> Table:
             row.kernel,
             row.target,
             row.dtype,
-            *(str(number) for number in (row.width, row.registers, row.spills)),
+            *(str(number) for number in (row.width, row.chunk, row.registers, row.spills)),
             f"{row.shared_bytes / 1024:.1f}",
             *(str(number) for number in (row.warps, row.instructions)),
             f"{row.occupancy:.0%}",

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from kvm_dist.attempts import begin_attempt, current_attempt, end_attempt
 from kvm_dist.config import ParallelConfig
 from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.exit_codes import ExitCode
+from kvm_dist.hang import Hang, read_hang
 from kvm_dist.load import load_config
+from kvm_dist.postmortem import log_tail, write_postmortem
 from kvm_dist.run_directory import RunDirectory, locked_run_directory
 from launch.output import CopiedOutput, terminal_columns
-from launch.postmortem import write_postmortem
+from launch.silence import Silence
 from launch.worker import LAUNCHER_PID
 from parallel.placement import LOOPBACK
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # between the first failure and the kill of the ranks that are still there
+HANG_GRACE_SECONDS = 0.5
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 STRAY_VARIABLES = ("GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 SPEAKING_CODES = (
@@ -44,7 +48,13 @@ def train_locally(config: Path, overrides: Sequence[str]) -> int:
             loaded.config.data, loaded.config.model.vocab_size
         )  # before anybody waits for anybody
         arguments = [sys.executable, "-P", "-m", "launch.worker", str(config), *overrides]
-        return run_ranks(arguments, loaded.config.parallel, directory)
+        attempt = begin_attempt(directory.path, steps=loaded.config.train.steps)
+        code = int(ExitCode.CRASH)
+        try:
+            code = run_ranks(arguments, loaded.config.parallel, directory)
+        finally:
+            end_attempt(directory.path, attempt.number, code)
+        return code
 
 
 def run_ranks(arguments: Sequence[str], parallel: ParallelConfig, directory: RunDirectory) -> int:
@@ -57,7 +67,8 @@ def run_ranks(arguments: Sequence[str], parallel: ParallelConfig, directory: Run
             for rank in range(parallel.world_size):
                 ranks.append(_start(arguments, rank, parallel, port, directory))
             stop.send_again(ranks)
-            return _supervise(ranks, stop, directory)
+            silence = Silence(directory, len(ranks), parallel.timeout_seconds)
+            return _supervise(ranks, stop, directory, silence)
         finally:
             for rank_process in ranks:
                 rank_process.kill()
@@ -83,11 +94,16 @@ class Rank:
         if self.output is not None:
             self.output.join(timeout_seconds=2)
 
-    def ended_how(self) -> str:
+    @property
+    def signal_name(self) -> str | None:
+        """What killed it, if a signal did."""
         code = self.process.returncode
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return signal.Signals(-code).name if code < 0 else None
+
+    def ended_how(self) -> str:
+        if self.signal_name:
+            return f"was killed by {self.signal_name}"
+        return f"ended with exit code {self.process.returncode}"
 
 
 @dataclass
@@ -112,7 +128,7 @@ class StopState:
         return int(ExitCode.PREEMPTED) if -code in self.received else code
 
 
-def _supervise(ranks: Sequence[Rank], stop: StopState, directory: RunDirectory) -> int:
+def _supervise(ranks: Sequence[Rank], stop: StopState, directory: RunDirectory, silence: Silence) -> int:
     """Wait for all; after a failure give the others a moment to report, then kill them."""
     failed: list[Rank] = []
     deadline: float | None = None
@@ -124,13 +140,19 @@ def _supervise(ranks: Sequence[Rank], stop: StopState, directory: RunDirectory) 
             for rank in running:  # one that has not begun would wait for the rank that has left
                 rank.send(signal.SIGTERM)
         if deadline is None and any(stop.exit_code(rank) != ExitCode.PREEMPTED for rank in failed):
-            deadline = time.monotonic() + GRACE_SECONDS  # whoever is left waits for a rank that is gone
+            hung = failed[-1].process.returncode == ExitCode.HANG  # all stacks are written by then
+            grace = HANG_GRACE_SECONDS if hung else GRACE_SECONDS
+            deadline = time.monotonic() + grace  # whoever is left waits for a rank that is gone
+        if not failed and silence.found():
+            break
         if stop.impatient or (deadline is not None and time.monotonic() > deadline):
             break
         time.sleep(POLL_SECONDS)
     failed += _newly_failed(ranks, failed)
     for rank in running:
         rank.kill()
+    if silence.hang is not None:
+        return _verdict_of_silence(ranks, silence.hang, directory)
     if stop.impatient and running:
         print("kvm-dist: second Ctrl-C: killed without a save; the last checkpoint stands", file=sys.stderr)
         return int(ExitCode.CRASH)
@@ -150,22 +172,47 @@ def _verdict(ranks: Sequence[Rank], failed: Sequence[Rank], stop: StopState, dir
     first = speaking[0] if speaking else failed[0]
     code = stop.exit_code(first) if speaking else int(ExitCode.CRASH)
     if code != ExitCode.PREEMPTED:
-        tail = _tail(first)
-        shown = "".join(f"\n  | {line}" for line in tail)
-        said = "" if first.number == 0 else f", which ends with{shown}"
-        print(
-            f"kvm-dist: rank {first.number} of {len(ranks)} {first.ended_how()}; its log: {first.log}{said}",
-            file=sys.stderr,
-            flush=True,
-        )
-        cause = f"rank {first.number} {first.ended_how()}"
-        write_postmortem(directory.postmortem_path, code, first.number, len(ranks), cause, first.log, tail)
+        _report(ranks, first, code, directory)
     return code
 
 
-def _tail(rank: Rank, lines: int = 15) -> list[str]:
-    text = rank.log.read_bytes()[rank.log_start :][-8192:].decode(errors="replace")
-    return text.splitlines()[-lines:]
+def _verdict_of_silence(ranks: Sequence[Rank], hang: Hang, directory: RunDirectory) -> int:
+    """No rank could end by itself."""
+    code = int(ExitCode.HANG)
+    write_postmortem(directory, code, hang.cause, rank=hang.rank, ranks=len(ranks))
+    print(f"kvm-dist: {hang.cause}; {_stacks_in_words(hang, directory)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _stacks_in_words(hang: Hang, directory: RunDirectory) -> str:
+    return f"stacks of {len(hang.stacks)} ranks in {directory.stacks}"
+
+
+def _report(ranks: Sequence[Rank], first: Rank, code: int, directory: RunDirectory) -> None:
+    """Who ended the run, on stderr and in the postmortem; after a hang the rank that was silent."""
+    tail = log_tail(first.log, first.log_start)
+    cause = f"rank {first.number} {first.ended_how()}"
+    if first.signal_name is None and tail:
+        cause += f": {tail[-1]}"  # as a rule the message of the error
+    write_postmortem(
+        directory,
+        code,
+        cause,
+        rank=first.number,
+        ranks=len(ranks),
+        said=tail,
+        signal=first.signal_name,
+    )
+    hang = read_hang(directory.stacks, current_attempt(directory.path)) if code == ExitCode.HANG else None
+    shown = "".join(f"\n  | {line}" for line in tail)
+    said = "" if first.number == 0 else f", which ends with{shown}"
+    if hang is not None and hang.cause:
+        said = f"; {hang.cause}; {_stacks_in_words(hang, directory)}"
+    print(
+        f"kvm-dist: rank {first.number} of {len(ranks)} {first.ended_how()}; its log: {first.log}{said}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _start(

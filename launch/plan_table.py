@@ -1,28 +1,32 @@
 """A plan on the terminal, or as JSON."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 
-from rich.console import Console
 from rich.table import Table
 
 from kvm_dist.config import RunConfig
 from kvm_dist.plan import LayerPlan, Plan, make_plan
+from kvm_dist.plan_memory import MemoryPlan
 from kvm_dist.progress import duration
+from launch.console import table_console
+
+SHOWN_SHARDS = 8  # at either end
 
 
 def print_plan(config: RunConfig, tokens_per_second: float | None, as_json: bool) -> None:
     plan = make_plan(config, tokens_per_second)
     if as_json:
-        memory = asdict(plan.memory) | {"total": plan.memory.total}
-        print(json.dumps(asdict(plan) | {"memory": memory}, indent=2))
+        print(json.dumps(asdict(plan) | {"memory": _with_total(plan.memory)}, indent=2))
         return
-    console = Console()
+    console = table_console()
     console.print(_table(f"{plan.name}: the run", dict(_run(plan, config))))
     console.print(_layer_table(plan, config))
-    console.print(_table("memory of one rank, estimated", dict(_memory(plan))))
+    if len(plan.shards) > 1:
+        console.print(_shard_table(plan))
+    console.print(_table("memory of the fullest rank, estimated", dict(_memory(plan))))
 
 
 def _table(title: str, rows: dict[str, str]) -> Table:
@@ -46,8 +50,13 @@ def _run(plan: Plan, config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     yield (
         "micro-batch of a rank",
-        f"{plan.sequences_per_micro_batch} sequences, {plan.tokens_per_rank:,} tokens",
+        f"{plan.sequences_per_micro_batch} sequences, {plan.tokens_per_rank:,} tokens at most",
     )
+    if plan.padded_tokens:
+        yield (
+            "pads",
+            f"{plan.padded_tokens} at the end of every sequence, to whole blocks; nothing counts them",
+        )
     yield "tokens of a step", f"{plan.tokens_per_step:,}"
     yield "steps", f"{plan.steps:,}"
     yield "tokens", f"{_count(plan.tokens)} ({plan.tokens / plan.parameters:,.1f} per parameter)"
@@ -70,10 +79,13 @@ def _layer_table(plan: Plan, config: RunConfig) -> Table:
     for title in ("layers", "kind", "parameters each", "training FLOPs/token", "state at the end"):
         table.add_column(title, justify="left" if title == "kind" else "right")
     if edges:
-        table.add_column("sent at each shard edge, forward; as much comes back", justify="right")
+        table.add_column("sent over each shard edge", justify="right")
+        table.add_column("gradients back", justify="right")
     for rows in _grouped(plan.layers, len(config.model.layers)):
         first = rows[0]
-        sent = [_range([_bytes(size) for size in first.boundary_bytes])] if edges else []
+        sent = [_sent(first.boundary_bytes), _sent(first.returned_bytes)] if edges else []
+        if any(first.swapped_bytes):
+            sent[0] += f" + {_sent(first.swapped_bytes)} swapped"
         table.add_row(
             _places([row.index for row in rows]),
             first.kind,
@@ -104,14 +116,45 @@ def _range(values: list[str]) -> str:
     return values[0] if len(set(values)) == 1 else f"{values[0]} ... {values[-1]}"
 
 
+def _sent(sizes: Sequence[int]) -> str:
+    return _range([_bytes(size) for size in sizes])
+
+
+def _shard_table(plan: Plan) -> Table:
+    """Of many ranks the first and the last."""
+    title = f"shards of a sequence: the dearest rank costs {100 * plan.imbalance:.2g} % more than the mean"
+    table = Table(title=title, title_justify="left")
+    for name in ("sequence rank", "tokens", "modelled cost", "activations", "states", "memory"):
+        table.add_column(name, justify="right")
+    for rank, shard in enumerate(plan.shards):
+        if SHOWN_SHARDS <= rank < len(plan.shards) - SHOWN_SHARDS:
+            if rank == SHOWN_SHARDS:
+                table.add_row("...")
+            continue
+        table.add_row(
+            str(rank),
+            f"{shard.tokens:,}",
+            f"{100 * shard.cost:.2f} %",
+            _bytes(shard.memory.activations),
+            _bytes(shard.memory.states),
+            _bytes(shard.memory.total),
+        )
+    return table
+
+
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     memory = plan.memory
     yield "weights", _bytes(memory.weights)
     yield "float32 masters and Adam's moments", _bytes(memory.masters_and_moments)
     yield "gradients", _bytes(memory.gradients)
-    yield "activations", _bytes(memory.activations)
-    yield "states of the layers", _bytes(memory.state)
+    yield "activations kept for the backward", _bytes(memory.activations)
+    yield "gradients of logits, or a layer computed again", _bytes(memory.working)
+    yield "states of the layers, received and sent", _bytes(memory.states)
     yield "together", _bytes(memory.total)
+
+
+def _with_total(memory: MemoryPlan) -> dict[str, int]:
+    return asdict(memory) | {"total": memory.total}
 
 
 def _count(number: float) -> str:

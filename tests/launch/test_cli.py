@@ -12,6 +12,7 @@ import pytest
 from kvm_dist.load import load_config
 from launch.ui import command
 from parallel.placement import LOOPBACK
+from tests.test_interface import VERBS
 
 
 def kvm_dist(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_help_names_every_command(folder: Path) -> None:
     text = kvm_dist(folder, "--help").stdout
-    for verb in ("train", "plan", "data", "checkpoint", "sample", "config", "doctor", "ui", "plot"):
+    for verb in VERBS:
         assert f" {verb} " in text
 
 
@@ -86,11 +87,12 @@ def test_a_world_of_another_size_ends_with_64(folder: Path) -> None:
 
 def test_a_rank_of_another_launcher_keeps_its_own_log_and_the_lock(folder: Path) -> None:
     (folder / "train.py").write_text(
-        "import sys, pathlib\n"
+        "import os, sys, pathlib\n"
         "from types import ModuleType\n"
         "fake = ModuleType('kvm_dist.train')\n"
         "def train(loaded):\n"
         "    print('training', loaded.config.name, pathlib.Path('runs/one/lock').exists())\n"
+        "    assert pathlib.Path(os.environ['TRITON_CACHE_DIR']).is_dir()\n"
         "    raise ValueError('broken on purpose')\n"
         "fake.train = train\n"
         "sys.modules['kvm_dist.train'] = fake\n"
@@ -99,7 +101,7 @@ def test_a_rank_of_another_launcher_keeps_its_own_log_and_the_lock(folder: Path)
     )
     ranks = []
     for rank in (0, 1):
-        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "1", "TMPDIR": str(folder)}
         ranks.append(
             subprocess.run(
                 [sys.executable, "train.py", "train", "run.yaml", "parallel.data=2"],

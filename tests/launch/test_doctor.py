@@ -3,12 +3,18 @@
 import http.server
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvm_dist.config import RunConfig
-from launch import doctor
-from launch.doctor import Finding, judge_version, release
+from launch import doctor, doctor_devices
+from launch.doctor import judge_version, release
+from launch.doctor_data import check_data
+from launch.doctor_devices import check_devices, file_system, kernel_cache
+from launch.doctor_ranks import code_digest, differences
+from launch.finding import Finding
+from tests.kvm_dist.data.corpus import small_dataset
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,13 @@ def test_an_installed_environment_passes_and_a_missing_package_fails(monkeypatch
     assert (finding.level, finding.fix) == ("fail", "pip install 'no-such-package-here>=1'")
 
 
+def test_the_doctor_asks_for_the_versions_that_the_installation_takes() -> None:
+    installed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, (lowest, too_new) in doctor.REQUIREMENTS.items():
+        wanted = f'"{name}>={lowest}' + (f",<{too_new}" if too_new else "")
+        assert f'{wanted}"' in installed or f"{wanted};" in installed, wanted
+
+
 def test_more_threads_than_cores_are_warned_about() -> None:
     few = RunConfig.model_validate({"parallel": {"threads_per_rank": 1}})
     many = RunConfig.model_validate({"parallel": {"data": 64, "threads_per_rank": 64}})
@@ -60,8 +73,68 @@ def test_more_threads_than_cores_are_warned_about() -> None:
 
 def test_a_missing_gpu_fails_only_a_run_that_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert [f.level for f in doctor.check_devices(RunConfig())] == ["ok"]
-    assert [f.level for f in doctor.check_devices(RunConfig(device="cuda"))] == ["fail"]
+    assert [f.level for f in check_devices(RunConfig())] == ["ok"]
+    assert [f.level for f in check_devices(RunConfig(device="cuda"))] == ["fail"]
+
+
+class Gpus:
+    """torch.cuda where there are two."""
+
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 2)
+    get_device_name = staticmethod(lambda index: "AMD Instinct MI325X")
+    get_device_capability = staticmethod(lambda index: (9, 4))
+    get_device_properties = staticmethod(lambda index: SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-"))
+
+
+def test_gpus_are_named_with_architecture_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, mounts = tmp_path / "version", tmp_path / "mounts"
+    driver.write_text("6.12.12\n")
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nhost:/home {tmp_path} nfs4 rw 0 0\n")
+    monkeypatch.setattr("torch.cuda", Gpus)
+    monkeypatch.setattr(doctor_devices, "DRIVERS", (tmp_path / "absent", driver))
+    monkeypatch.setattr(doctor_devices, "file_system", lambda path: file_system(path, mounts))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    device, cache = check_devices(RunConfig())
+    assert device.found.startswith("2 x AMD Instinct MI325X (gfx942) (")
+    assert device.found.endswith(", driver 6.12.12)")
+    assert (cache.level, "TRITON_CACHE_DIR" in cache.fix) == ("warn", True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/var/cache")
+    assert list(check_devices(RunConfig()))[1].level == "ok"
+
+
+def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "tmpfs /nfs\\040home/t tmpfs rw 0 0\nfs:/h /nfs\\040home nfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\n"
+    )
+    kinds = {"/x": "ext4", "/nfs home/me/.triton": "nfs", "/nfs home/t/a": "tmpfs", "/nfs home2": "ext4"}
+    assert {path: file_system(Path(path), mounts) for path in kinds} == kinds
+    assert file_system(Path("/x"), tmp_path / "absent") == "unknown"
+    assert kernel_cache({"TRITON_HOME": "/fast"}) == Path("/fast/.triton/cache")
+    assert kernel_cache({"TRITON_HOME": "/fast", "TRITON_CACHE_DIR": "/own"}) == Path("/own")
+
+
+def test_the_data_of_a_run_is_looked_at_before_it_starts(tmp_path: Path) -> None:
+    def judged(**changes: object) -> tuple[str, str]:
+        data = {"path": tmp_path / "data", "sequence_length": 32, **changes}
+        train = {"steps": 50, "batch_sequences": 4}
+        (finding,) = check_data(RunConfig.model_validate({"data": data, "train": train}))
+        assert bool(finding.fix) == (finding.level != "ok")
+        return finding.level, finding.found
+
+    level, found = judged(source="python-stdlib")
+    assert (level, "will be prepared from python-stdlib" in found) == ("ok", True)
+    level, found = judged()
+    assert (level, "no dataset at" in found) == ("fail", True)
+    small_dataset(tmp_path)
+    level, found = judged()
+    assert (level, "all of it is shuffled together" in found) == ("ok", True)
+    level, found = judged(shuffle_tokens=3000)
+    assert (level, "shuffled together: 1 of 6 shards at a time" in found) == ("warn", True)
+    assert judged(shuffle_tokens=16000)[0] == "ok"
+    level, found = judged(tokenizer="rwkv-world")
+    assert (level, "was prepared with tokenizer 'bytes'" in found) == ("fail", True)
 
 
 def test_a_run_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
@@ -117,7 +190,19 @@ def test_a_failed_check_gives_a_failing_exit_code(
     config = tmp_path / "run.yaml"
     config.write_text(f"run_root: {tmp_path}/runs\n")
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_run_root,))
+    monkeypatch.setattr(doctor, "CHECKS_OF_A_RUN", ())
     assert doctor.run_doctor(config, []) == 0
     (tmp_path / "file").touch()
     assert doctor.run_doctor(config, [f"run_root={tmp_path}/file/runs"]) != 0
     assert "make it writable" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_ranks_that_differ_are_told_apart() -> None:
+    same = {"host": "a", "torch": "2.13", "code": code_digest()}
+    (line,) = differences([same, {**same, "host": "b"}])
+    assert line == ("ranks", "2 on a, b; the same on all: 2 of 2", "")
+    other = {**same, "host": "b", "torch": "2.12", "NCCL_DEBUG": "WARN"}
+    _, version, variable = differences([same, same, other])
+    assert version[:2] == ("torch", "2.13 on rank 0, 1 (a); 2.12 on rank 2 (b)")
+    assert variable[:2] == ("NCCL_DEBUG", "not set on rank 0, 1 (a); WARN on rank 2 (b)")
+    assert "every node" in version[2]

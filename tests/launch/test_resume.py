@@ -5,27 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny_run import SIGKILL, SIGTERM, SIGUSR2, STEPS, TinyRun, write_corpus
+from tests.launch.tiny_run import SIGKILL, SIGTERM, SIGUSR2, STEPS, TinyRun
 
 
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_corpus(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> TinyRun:
-    run = TinyRun(tmp_path_factory.mktemp("undisturbed"), corpus)
-    run.train()
-    return run
 
 
 @pytest.mark.parametrize("target", ["rank 0", "rank 1", "launcher"])
@@ -61,6 +47,19 @@ def test_a_stop_request_loses_no_step(
     assert run.final_bytes() == undisturbed.final_bytes()
 
 
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a compiler nor any other program, and no Triton."""
+    for package in ("triton", "fla"):
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").write_text(
+            "raise ImportError('not on this machine')"
+        )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+
+
+@pytest.mark.usefixtures("bare_machine")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -131,9 +130,14 @@ def test_a_killed_and_resumed_run_is_one_run_in_mlflow(tmp_path: Path, corpus: P
     (found,) = client.search_runs(experiments)
     assert found.info.run_id == (run.directory / "mlflow_run_id").read_text().strip()
     assert found.info.status == "FINISHED"
+    assert found.data.tags["engine.wrapper"] == "DeepSpeedZeroOptimizer"
+    assert found.data.tags["engine.accumulation"] == "float32"
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(1, STEPS + 1))
     assert {point.step: point.value for point in history} == run.losses()
+    assert not any(Path(name).exists() for name in ("mlruns", "mlflow.db")), (
+        "a store where nobody asked for one"
+    )
 
 
 def test_other_data_under_a_run_is_refused(tmp_path: Path, undisturbed: TinyRun) -> None:

@@ -1,0 +1,47 @@
+"""This user's jobs in Slurm's queue, in one question. Imports no torch."""
+
+import getpass
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from kvm_dist.slurm_queue import ENDED, QUERY_SECONDS, WAITING
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """number: as `123`, or `123_4` of an array. state: Slurm's word. reason: why it waits."""
+
+    number: str
+    state: str
+    nodes: str = ""
+    reason: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def runs(self) -> bool:
+        return not self.waits and self.state not in ENDED
+
+
+def queued_jobs() -> dict[str, QueuedJob]:
+    """By number; empty where there is no Slurm or it does not answer."""
+    if shutil.which("squeue") is None:
+        return {}
+    command = ["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format=%i|%T|%N|%r"]
+    try:
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=QUERY_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    fields = (line.split("|") for line in ended.stdout.splitlines())
+    jobs = (QueuedJob(*(part.strip() for part in parts)) for parts in fields if len(parts) == 4)
+    return {job.number: job for job in jobs}
