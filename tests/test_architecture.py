@@ -16,10 +16,12 @@ FLOORS = ("parallel", "models", "kvm_dist", "launch")  # a floor imports itself 
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
+FLA_LAYERS = ("rwkv7", "gated_deltanet", "kda", "mamba2", "deltanet", "gla")  # one file a layer
+
 # Each heavy third party has one door: module -> files or folders that may import it.
 DOORS = {
     "deepspeed": ["parallel/engine/"],
-    "fla": ["models/layers/rwkv7.py"],
+    "fla": [f"models/layers/{kind}.py" for kind in FLA_LAYERS],
     "triton": ["models/kvm/kernels/"],
     "transformers": ["models/hf/"],
     "webdataset": ["kvm_dist/data/"],
@@ -27,7 +29,8 @@ DOORS = {
     "mlflow": ["kvm_dist/tracking/", "kvm_dist/tracking.py"],
     "matplotlib": ["kvm_dist/plots/"],
     "submitit": ["launch/slurm.py"],
-    "typer": ["launch/cli.py"],
+    "typer": [f"launch/{name}cli.py" for name in ("", "bench_", "evaluate_", "convert_", "miniature_")],
+    "lm_eval": ["kvm_dist/evaluate/lm_eval.py"],
     "torch.distributed": ["parallel/"],
 }
 
@@ -142,6 +145,7 @@ FORBIDDEN_CODE = {
     "except BaseException : pass": "name the errors that are meant",
     "atomic_add": "float atomics make results depend on order",
     "make_block_ptr": "gone from newer triton",
+    "cp_context": "fla's own context parallelism refuses AMD and states; ours is SequenceContext",
 }
 FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
 
@@ -210,6 +214,7 @@ def test_the_blocker_blocks(tmp_path: Path) -> None:
         ["data", "--help"],
         ["plan", "run.yaml"],
         ["plan", "run.yaml", "--json"],
+        ["submit", "run.yaml", "--dry-run"],
         ["config", "show", "run.yaml"],
         ["config", "schema"],
         ["data", "prepare", "texts", "shards"],
@@ -229,6 +234,13 @@ def test_a_command_that_needs_no_torch_imports_none(tmp_path: Path, arguments: l
 def test_verifying_data_and_checkpoints_needs_no_torch(tmp_path: Path) -> None:
     assert run_without_torch(tmp_path, "data", "check", "absent").returncode == 65
     assert run_without_torch(tmp_path, "checkpoint", "verify", "absent").returncode == 74
+
+
+def test_converting_models_needs_no_transformers() -> None:
+    program = BLOCKER.partition("from launch")[0].replace('"torch", ', "").replace('"triton", ', "")
+    program += "import kvm_dist.convert.exporting, kvm_dist.convert.importing"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_starting_local_ranks_needs_no_torch(tmp_path: Path) -> None:

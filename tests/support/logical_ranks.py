@@ -13,6 +13,7 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 Message = tuple[str, tuple[Tensor, ...]]
+Pipe = Queue[Message | None]  # None: the rank that sends has failed
 
 
 class QueueExchange:
@@ -20,10 +21,10 @@ class QueueExchange:
 
     def __init__(
         self,
-        from_previous: "Queue[Message] | None",
-        to_next: "Queue[Message] | None",
-        from_next: "Queue[Message] | None",
-        to_previous: "Queue[Message] | None",
+        from_previous: Pipe | None,
+        to_next: Pipe | None,
+        from_next: Pipe | None,
+        to_previous: Pipe | None,
         timeout_seconds: float = 60.0,
     ) -> None:
         self.has_previous = from_previous is not None
@@ -45,21 +46,31 @@ class QueueExchange:
     def receive_next(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._receive(name, like, self._from_next)
 
-    def _send(
-        self, direction: str, name: str, tensors: tuple[Tensor, ...], queue: "Queue[Message] | None"
-    ) -> None:
+    def fail(self) -> None:
+        """Let the neighbours know that nothing more will come."""
+        for queue in (self._to_next, self._to_previous):
+            if queue is not None:
+                queue.put(None)
+
+    def check_all_taken(self, rank: int) -> None:
+        for queue in (self._from_previous, self._from_next):
+            names = [] if queue is None else [message[0] for message in queue.queue if message]
+            assert not names, f"rank {rank} has not taken {names[0]!r}"
+
+    def _send(self, direction: str, name: str, tensors: tuple[Tensor, ...], queue: Pipe | None) -> None:
         assert queue is not None, f"{name}: there is no {direction} rank"
         self.sent.append((direction, name, sum(tensor.nbytes for tensor in tensors)))
         queue.put((name, tuple(tensor.detach().clone() for tensor in tensors)))
 
-    def _receive(
-        self, name: str, like: tuple[Tensor, ...], queue: "Queue[Message] | None"
-    ) -> tuple[Tensor, ...]:
+    def _receive(self, name: str, like: tuple[Tensor, ...], queue: Pipe | None) -> tuple[Tensor, ...]:
         assert queue is not None, f"{name}: there is no rank on that side"
         try:
-            arrived_name, arrived = queue.get(timeout=self._timeout_seconds)
+            message = queue.get(timeout=self._timeout_seconds)
         except Empty:
             raise TimeoutError(f"{name}: nothing came in {self._timeout_seconds} s") from None
+        if message is None:
+            raise ConnectionError(f"{name}: the rank that should send it has failed")
+        arrived_name, arrived = message
         assert arrived_name == name, f"wanted {name}, got {arrived_name}"
         got = [(tuple(tensor.shape), tensor.dtype) for tensor in arrived]
         wanted = [(tuple(tensor.shape), tensor.dtype) for tensor in like]
@@ -69,8 +80,8 @@ class QueueExchange:
 
 def queue_exchanges(ranks: int, timeout_seconds: float = 60.0) -> list[QueueExchange]:
     """One exchange per rank, joined to its neighbours."""
-    forward: list[Queue[Message]] = [Queue() for _ in range(ranks - 1)]
-    backward: list[Queue[Message]] = [Queue() for _ in range(ranks - 1)]
+    forward: list[Pipe] = [Queue() for _ in range(ranks - 1)]
+    backward: list[Pipe] = [Queue() for _ in range(ranks - 1)]
     return [
         QueueExchange(
             from_previous=forward[rank - 1] if rank > 0 else None,
@@ -87,6 +98,7 @@ def run_logical_ranks(
     ranks: int, work: Callable[[int, QueueExchange], Result], timeout_seconds: float = 60.0
 ) -> list[Result]:
     """`work(rank, exchange)` of every rank at once, in threads; the first error of a rank is raised here.
+    Raises AssertionError if a message is left over.
 
     PyTorch runs the backwards of one process's CPU graphs in the thread that calls them, so backwards of
     different ranks may wait for each other.
@@ -101,6 +113,7 @@ def run_logical_ranks(
             results[rank] = work(rank, exchanges[rank])
         except BaseException as error:
             errors.append(error)
+            exchanges[rank].fail()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -109,4 +122,6 @@ def run_logical_ranks(
         thread.join()
     if errors:
         raise errors[0]
+    for rank, exchange in enumerate(exchanges):
+        exchange.check_all_taken(rank)
     return [results[rank] for rank in range(ranks)]

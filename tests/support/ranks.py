@@ -17,6 +17,8 @@ import torch
 from parallel.config import ParallelConfig
 from parallel.world import join_world, leave_world
 
+START_SECONDS = 180.0  # of ranks that import on a busy machine
+
 
 class RankFailure(AssertionError):
     """A rank raised, ended or did not answer; the message holds its traceback."""
@@ -65,10 +67,9 @@ class Ranks:
         """
         if not self._processes:
             self._start()
-            timeout_seconds += 60  # imports on a busy machine
-        for pipe in self._pipes:
-            pipe.send((function, args))
+            timeout_seconds += START_SECONDS
         try:
+            self._send((function, args))
             return self._collect(time.monotonic() + timeout_seconds, timeout_seconds)
         except BaseException:
             self._kill()
@@ -76,8 +77,11 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks in order; raises RankFailure if one does not exit with 0."""
-        for pipe in self._pipes:
-            pipe.send(None)
+        try:
+            self._send(None)
+        except RankFailure:
+            self._kill()
+            raise
         for process in self._processes:
             process.join(30)
         codes = [process.exitcode for process in self._processes]
@@ -99,6 +103,13 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
+    def _send(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(task)
+            except BrokenPipeError:
+                raise self._ended(rank) from None
+
     def _collect(self, deadline: float, timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < self.size:
@@ -115,11 +126,14 @@ class Ranks:
         try:
             succeeded, payload = pipe.recv()
         except EOFError:
-            self._processes[rank].join(5)
-            raise RankFailure(f"rank {rank} ended with code {self._processes[rank].exitcode}") from None
+            raise self._ended(rank) from None
         if not succeeded:
             raise RankFailure(f"rank {rank} failed:\n{payload}")
         return torch.load(io.BytesIO(payload), weights_only=False)
+
+    def _ended(self, rank: int) -> RankFailure:
+        self._processes[rank].join(5)
+        return RankFailure(f"rank {rank} ended with code {self._processes[rank].exitcode}")
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -142,7 +156,12 @@ def _serve(rank: int, size: int, port: int, group_timeout_seconds: float, pipe: 
         MASTER_PORT=str(port),
     )
     try:
-        config = ParallelConfig(data=size, threads_per_rank=1, timeout_seconds=group_timeout_seconds)
+        config = ParallelConfig(
+            data=size,
+            threads_per_rank=1,
+            timeout_seconds=group_timeout_seconds,
+            start_timeout_seconds=START_SECONDS,
+        )
         world = join_world(config, "cpu")
         while (task := pipe.recv()) is not None:
             function, args = task
