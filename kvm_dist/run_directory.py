@@ -10,6 +10,7 @@ from typing import Any
 from kvm_dist.exit_codes import ConfigError, StorageError
 from kvm_dist.load import LoadedConfig, dump_config, leaves, load_config
 from kvm_dist.run_lock import hold_lock
+from models.config import ModelConfig
 
 MODE = 0o750
 
@@ -29,7 +30,9 @@ RESULT_KEYS = (
     "parallel.precision",
     "parallel.truncate_gradients",
 )
-FREE_KEYS = ("model.activation_checkpointing", "model.kvm.backend")  # exceptions among them: how, not what
+# How every layer kind that has a choice of backends is computed, not what.
+BACKEND_KEYS = tuple(f"model.{kind}.backend" for kind in ModelConfig.kinds_with_backends())
+FREE_KEYS = ("model.activation_checkpointing", *BACKEND_KEYS)  # exceptions among them
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvm_dist.exit_codes import ConfigError, StorageError
 from kvm_dist.load import leaves
 from kvm_dist.origin import Origin, note_origin
 from kvm_dist.pretrained import MissingTokenizer, Pretrained, open_pretrained
-from kvm_dist.run_directory import RunDirectory
+from kvm_dist.run_directory import BACKEND_KEYS, RunDirectory
 from models.backbone import Backbone
 from models.config import KVMConfig, ModelConfig
 from models.kinds.attention import AttentionConfig
@@ -26,7 +26,7 @@ from parallel.world import World
 FREE_KEYS = (
     "model.kvm.budget",
     "model.kvm.max_slots",
-    "model.kvm.backend",
+    *BACKEND_KEYS,
     "model.ovq.max_centroids",
     "model.activation_checkpointing",
     "model.base_width",

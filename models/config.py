@@ -115,6 +115,12 @@ class ModelConfig(FrozenConfig):
             if isinstance(f.annotation, type) and issubclass(f.annotation, LayerConfig)
         ]
 
+    @classmethod
+    def kinds_with_backends(cls) -> list[str]:
+        """Kinds that can be computed in more than one way."""
+        fields = cls.model_fields
+        return [kind for kind in cls.known_kinds() if "backend" in type(fields[kind].default).model_fields]
+
     @model_validator(mode="after")
     def _layers_are_known(self) -> "ModelConfig":
         unknown = sorted(set(self.layers) - set(self.known_kinds()))

@@ -97,6 +97,8 @@ def test_an_edit_after_a_start_that_failed_before_the_first_step_is_taken(tmp_pa
         "slurm.nodes=2",
         "data.workers=1",
         "model.kvm.backend=torch",
+        "model.gated_deltanet.backend=torch",
+        "model.gla.backend=fla",
     ],
 )
 def test_an_edit_of_the_layout_is_taken_and_written(tmp_path: Path, override: str) -> None:

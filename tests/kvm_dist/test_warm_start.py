@@ -152,6 +152,13 @@ def test_settings_are_compared_as_they_are_in_force() -> None:
     assert list(differing_keys(one, other)) == [("model.kvm.rotary_dims", 8, 4)]
 
 
+@pytest.mark.parametrize("kind", ["kvm", "gated_deltanet", "kda", "mamba2", "deltanet", "gla"])
+def test_weights_go_on_whatever_computes_a_layer(kind: str) -> None:
+    one, other = (tiny_config([kind], **{kind: {"backend": backend}}) for backend in ("auto", "torch"))
+    assert one != other
+    assert list(differing_keys(one, other)) == []
+
+
 def test_what_is_missing_or_damaged_is_refused(tmp_path: Path, trained: Path, alone: World) -> None:
     model = tiny_config(LAYERS)
     with pytest.raises(ConfigError, match=r"train.start_from=.*nowhere: nothing is there"):
