@@ -21,7 +21,7 @@ from launch.console import table_console
 from launch.doctor_data import check_data
 from launch.doctor_devices import check_devices
 from launch.finding import Finding
-from parallel.placement import Placement, world_from_environment
+from parallel.placement import Placement, threads_from_environment, world_from_environment
 
 TRACKING_TIMEOUT_SECONDS = 5.0
 LEAST_FREE_BYTES = 10 << 30
@@ -125,8 +125,12 @@ def release(version: str) -> tuple[int, ...]:
 def check_threads(config: RunConfig) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     ranks = config.parallel.world_size
-    given = config.parallel.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
-    threads = int(given) if str(given).isdigit() else cores
+    try:
+        given = config.parallel.threads_per_rank or threads_from_environment(os.environ)
+    except ValueError as error:
+        yield Finding("threads", "fail", str(error), "see there")
+        return
+    threads = given or max(1, cores // ranks)
     found = f"{ranks} ranks x {threads} threads on {cores} cores"
     if ranks * threads > cores:
         fix = "fewer ranks, or parallel.threads_per_rank or OMP_NUM_THREADS of cores / ranks"

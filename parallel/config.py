@@ -62,7 +62,10 @@ class ParallelConfig(FrozenConfig):
         30.0, gt=0, description="longest wait for all ranks to appear at start"
     )
     threads_per_rank: int | None = Field(
-        None, ge=1, description="CPU threads a rank; null: cores // local ranks"
+        None,
+        ge=1,
+        description="CPU threads a rank; null: OMP_NUM_THREADS where it is set (torchrun sets 1), "
+        "else cores // local ranks",
     )
     bucket_elements: int = Field(50_000_000, ge=1, description="ZeRO reduce and gather bucket, in elements")
 

@@ -43,6 +43,23 @@ def world_from_environment(env: Mapping[str, str]) -> Placement:
     return placement
 
 
+def threads_from_environment(env: Mapping[str, str]) -> int | None:
+    """CPU threads that whoever started the rank chose by OMP_NUM_THREADS; None where it is not set.
+
+    Of several numbers, for loops within loops, the first counts. Raises ValueError for anything else.
+    """
+    text = env.get("OMP_NUM_THREADS", "")
+    if not text.strip():
+        return None
+    first = text.partition(",")[0].strip()
+    if not first.isdecimal() or int(first) == 0:
+        raise ValueError(
+            f"OMP_NUM_THREADS={text!r} is no number of threads; set it to 1 or more, or unset it: ranks then "
+            "share the cores of their machine"
+        )
+    return int(first)
+
+
 def devices_counted_once(env: Mapping[str, str]) -> tuple[str, ...]:
     """Variables to drop so that a choice of GPUs counts once.
 

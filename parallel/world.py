@@ -15,7 +15,7 @@ import torch.distributed as dist
 from parallel.allocator import keep_freed_memory
 from parallel.config import ParallelConfig
 from parallel.meeting import meet
-from parallel.placement import LOOPBACK, Placement, world_from_environment
+from parallel.placement import LOOPBACK, Placement, threads_from_environment, world_from_environment
 
 __all__ = ["Device", "Placement", "World", "join_world", "leave_world", "world_from_environment"]
 
@@ -44,8 +44,8 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
     MASTER_ADDR, MASTER_PORT (deepspeed looks for MPI without them), on a CPU DS_ACCELERATOR, and torch's
     thread count.
 
-    Raises ValueError when the launcher started another number of ranks than data x sequence, ConnectionError
-    when rank 0 or a peer cannot be reached.
+    Raises ValueError when the launcher started another number of ranks than data x sequence or a variable is
+    wrong, ConnectionError when rank 0 or a peer cannot be reached.
     """
     placement = world_from_environment(os.environ)
     if placement.size != config.world_size:
@@ -60,7 +60,8 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
     )
     if backend == "nccl" and torch_device.type != "cuda":
         raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
-    torch.set_num_threads(config.threads_per_rank or _threads(placement))
+    shared = _threads(placement)
+    torch.set_num_threads(config.threads_per_rank or threads_from_environment(os.environ) or shared)
     if torch_device.type == "cpu":
         keep_freed_memory()
     with _environment_kept_on_failure(placement, torch_device):
@@ -121,6 +122,7 @@ def _device(wanted: Device, placement: Placement) -> torch.device:
 
 
 def _threads(placement: Placement) -> int:
+    """A rank's share of the cores; warns where it may not use them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if placement.cores is None:
         return max(1, cores // placement.local_size)

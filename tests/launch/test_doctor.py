@@ -71,6 +71,23 @@ def test_more_threads_than_cores_are_warned_about() -> None:
     assert [finding.level for finding in doctor.check_threads(many)] == ["warn"]
 
 
+@pytest.mark.parametrize(
+    ("threads", "level", "said"),
+    [
+        ("1", "ok", "1 ranks x 1 threads"),
+        ("999", "warn", "1 ranks x 999 threads"),
+        ("many", "fail", "'many'"),
+    ],
+)
+def test_threads_are_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, threads: str, level: str, said: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    (finding,) = doctor.check_threads(RunConfig())
+    assert finding.level == level
+    assert said in finding.found
+
+
 def test_a_missing_gpu_fails_only_a_run_that_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert [f.level for f in check_devices(RunConfig())] == ["ok"]

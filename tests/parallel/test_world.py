@@ -142,6 +142,29 @@ def test_one_process_joins_and_leaves_its_world(alone: pytest.MonkeyPatch) -> No
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize(
+    ("per_rank", "variable", "threads"),
+    [(None, "3", 3), (None, "3,1", 3), (None, None, 5), (None, "", 5), (2, "3", 2)],
+)
+def test_threads_are_configured_or_of_the_environment_or_a_share_of_the_cores(
+    alone: pytest.MonkeyPatch, per_rank: int | None, variable: str | None, threads: int
+) -> None:
+    alone.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    if variable is None:
+        alone.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        alone.setenv("OMP_NUM_THREADS", variable)
+    join_world(ONE.model_copy(update={"threads_per_rank": per_rank}), "cpu")
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("variable", ["many", "0", "-2", "2 3"])
+def test_threads_that_are_no_number_are_refused(alone: pytest.MonkeyPatch, variable: str) -> None:
+    alone.setenv("OMP_NUM_THREADS", variable)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{variable}' is no number of threads"):
+        join_world(ONE, "cpu")
+
+
 def test_another_number_of_ranks_than_the_config_wants_is_refused(alone: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"parallel\.data=2 x parallel\.sequence=1 wants 2 ranks"):
         join_world(TWO, "cpu")
