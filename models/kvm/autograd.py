@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from models.kvm.call import Attended, Call, CallTensors, Gradients, Passes, Routes, SlotChain
 from models.kvm.node import advance_by_heads
 from models.kvm.rewind import SlotTensors
+from models.precision import without_autocast
 
 _TENSORS = len(CallTensors.__dataclass_fields__)
 
@@ -67,7 +68,7 @@ def run_backward(
 ) -> CallTensors:
     """Gradients of everything given. Attention comes first, on all ranks at once; only sums wait."""
     handover = call.handover
-    with torch.autocast(grad_output.device.type, enabled=False), torch.cuda.device_of(grad_output):
+    with without_autocast(grad_output.device), torch.cuda.device_of(grad_output):
         passes = call.passes(call, given)
         found = passes.gradients(attended, grad_output.contiguous(), handover.edge)
         found.window()

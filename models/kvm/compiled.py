@@ -22,6 +22,7 @@ from models.kvm.layout import KVMSettings
 from models.kvm.reference import Parameters
 from models.kvm.state import accumulation_dtype
 from models.kvm.torch_passes import TorchPasses
+from models.precision import without_autocast
 from parallel.sequence.context import NoExchange
 
 BUDGETS: dict[str, type[SlotBudget]] = {
@@ -113,7 +114,7 @@ def _attention(
     settings = _decoded(budget, tuple(budget_numbers), tuple(numbers), tuple(switches))
     check_widths(q, settings)
     call, tensors = _call(given, settings, backend)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+    with without_autocast(q.device), torch.cuda.device_of(q):
         _, attended = run_forward(call, tensors)
     packed = q.new_empty(_routes_room(k, settings.chunk, backend), dtype=torch.int32)
     filled = 0

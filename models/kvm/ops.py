@@ -14,6 +14,7 @@ from models.kvm.opaque import opaque_to_compiler
 from models.kvm.reference import Parameters, kvm_reference
 from models.kvm.state import KVMState
 from models.kvm.torch_backend import kvm_torch
+from models.precision import without_autocast
 from parallel.sequence.context import Exchange, HeadSplit, NoExchange
 
 Settings = tuple[SlotBudget, int, int, int, int, int | None, bool, bool, bool]
@@ -102,7 +103,7 @@ def _attention(
     check_place(state, exchange, start, q.shape[1], return_state, settings)
     chosen = choose_backend(backend, exchange, q, settings)
     parameters = Parameters(norm_weight, norm_bias, state_temperature, window_temperature)
-    with torch.autocast(q.device.type, enabled=False):  # routing does not survive rounding
+    with without_autocast(q.device):  # routing does not survive rounding
         if chosen == "reference":
             output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
             return output, after if return_state else None

@@ -14,6 +14,7 @@ from models.layers.chunk_recurrence import ChunkMaps
 from models.layers.mixer import Mixer, settings
 from models.layers.segment import segment
 from models.layers.short_convolution import ShortConvolution
+from models.precision import without_autocast
 from parallel.sequence.context import SequenceContext
 
 
@@ -111,7 +112,7 @@ class Recurrence(Mixer):
             (state,) = context.receive(name, (zeros,))
             out, state = self.kernel(operands, state)
             return context.send(name, (state,), tie=out), operands.skip
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             maps, skip = segment(self.recompute, self._maps, *inputs)
             (state,) = context.receive(name, (zeros,))
             states, state = chunk_recurrence.carry(maps, state)
@@ -138,7 +139,7 @@ def choose_backend(
     config: RecurrenceConfig, kind: str, device: torch.device, dtype: torch.dtype, key_width: int
 ) -> Literal["fla", "torch"]:
     """Kernels on GPUs, matmuls on CPUs; ValueError where the kernels are wanted and cannot run."""
-    if config.backend == "torch" or (config.backend == "auto" and device.type == "cpu"):
+    if config.backend == "torch" or (config.backend == "auto" and device.type in ("cpu", "meta")):
         return "torch"
     problem = None
     if device.type != "cuda":

@@ -14,6 +14,7 @@ from models.layers.mixer import Mixer, settings
 from models.layers.rwkv7_chunk import chunk_maps
 from models.layers.segment import segment
 from models.layers.token_shift import TokenShift, difference_to_previous
+from models.precision import without_autocast
 from parallel.sequence.context import SequenceContext
 
 HEAD_NORM_EPS = 64e-5
@@ -90,7 +91,7 @@ class RWKV7(Mixer):
             (state,) = context.receive(name, (zeros,))
             out, state = _fla_recurrence(heads, state)
             return context.send(name, (state,), tie=out)
-        with torch.autocast(heads[0].device.type, enabled=False):
+        with without_autocast(heads[0].device):
             maps = segment(self.recompute, chunk_maps, *(z.to(dtype) for z in heads))
             (state,) = context.receive(name, (zeros,))
             states, state = chunk_recurrence.carry(maps, state)
