@@ -75,6 +75,11 @@ class RunDirectory:
         return self.path / "started_from.json"
 
     @property
+    def dropped_path(self) -> Path:
+        """What the batches were cut from that were not finite, or whose loss was a spike."""
+        return self.path / "dropped_batches.jsonl"
+
+    @property
     def postmortem_path(self) -> Path:
         return self.path / "postmortem.json"
 

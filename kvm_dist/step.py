@@ -160,6 +160,6 @@ class TrainStep:
     def _not_finite_message(self, step: int, what: str) -> str:
         return (
             f"step {step + 1}: {what}; no rank has applied it and no checkpoint holds it. "
-            "Lower optimizer.learning_rate, lengthen schedule.warmup_steps or look at the data of this step; "
-            "the same command goes on from the last checkpoint"
+            "The same command goes on from the last checkpoint. Lower optimizer.learning_rate, lengthen "
+            "schedule.warmup_steps or look at the data of this step"
         )

@@ -20,6 +20,7 @@ from kvm_dist.counters import Counters
 from kvm_dist.data.first_use import ensure_prepared
 from kvm_dist.data.index import DatasetIndex
 from kvm_dist.data.tokenizer import build_tokenizer
+from kvm_dist.dropped import describe_into
 from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import ConfigError, CrashError, HangError, Preempted
 from kvm_dist.faults import inject_faults
@@ -158,16 +159,18 @@ def _build_trainer(
         layout=layout_record(config, mesh.world),
     )
     progress = Progress(config.train.steps, counters.step)
+    stream = batch_stream(config, mesh, index, counters)
     return Trainer(
         config,
         TrainStep(config, engine, groups, split, heartbeat.beat),
-        iter(batch_stream(config, mesh, index, counters)),
+        iter(stream),
         evaluation,
         saver,
         Reporter(tracker, progress, config.train.log_every_steps),
         should_stop,
         counters,
         heartbeat,
+        describe_into(directory.dropped_path, stream, writes=mesh.world.rank == 0),
     )
 
 

@@ -7,6 +7,7 @@ from kvm_dist.checkpointing import CheckpointSaver
 from kvm_dist.config import RunConfig
 from kvm_dist.counters import Counters
 from kvm_dist.data.loader import StepBatch
+from kvm_dist.dropped import Described
 from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import NotFinite, Preempted, RunError
 from kvm_dist.heartbeat import Heartbeat
@@ -32,6 +33,7 @@ class Trainer:
         should_stop: Callable[[], bool],
         counters: Counters,
         heartbeat: Heartbeat,
+        describe: Described,
     ) -> None:
         self.config = config
         self.step = step
@@ -42,6 +44,7 @@ class Trainer:
         self.should_stop = should_stop
         self.counters = counters
         self.heartbeat = heartbeat
+        self.describe = describe
         self._metrics: dict[str, float] = {}  # of the last step, which a save after a skipped one belongs to
 
     def run(self) -> Counters:
@@ -60,8 +63,11 @@ class Trainer:
             try:
                 limit = loss_limit(self.config.train, self.counters.recent_losses)
                 outcome = self.step(batch.micro_batches, self.counters.step, self.should_stop(), limit)
-            except StepDropped as dropped:
-                self._go_on_without(batch, dropped)
+            except NotFinite as error:
+                error.args = (f"{error}. {self.describe(self.counters.step + 1, batch, error)}",)
+                if not isinstance(error, StepDropped):
+                    raise
+                self._go_on_without(batch, error)
                 continue
             losses = remembered(self.config.train, self.counters.recent_losses, outcome.loss)
             self.counters = self.counters.after_step(batch, outcome.tokens, losses)

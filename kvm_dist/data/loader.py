@@ -12,6 +12,7 @@ from kvm_dist.data.index import DatasetIndex
 from kvm_dist.data.order import Pool, SequenceOrder
 from kvm_dist.data.pools import TokenPool, read_pool, require_allowed, require_some_left
 from kvm_dist.data.shard_writer import Split
+from kvm_dist.data.sources import Excerpt, sequence_sources
 from kvm_dist.exit_codes import DataError
 from kvm_dist.signals import STOP_SIGNALS
 
@@ -173,6 +174,11 @@ class BatchStream:
     def corrupt_records(self) -> int:
         """Documents masked because their shard is damaged."""
         return sum(self.damaged.values())
+
+    def sources(self, step: StepBatch) -> dict[int, tuple[Excerpt, ...]]:
+        """What the sequences of a step, of all data ranks, were cut from, by their positions."""
+        sequences = self._batch[0]
+        return sequence_sources(self._index, self._order, range(step.position - sequences, step.position))
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Steps from `position` on. Raises DataError at damage beyond the limit."""

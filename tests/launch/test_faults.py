@@ -70,6 +70,11 @@ def test_a_loss_that_is_no_number_on_one_rank_ends_all(
     assert "step 10: the loss is nan" in output
     assert newest(run) == 9
     assert postmortem(run)["meaning"] == "not_finite"
+    (dropped,) = map(json.loads, (run.directory / "dropped_batches.jsonl").read_text().splitlines())
+    first, *_, last = map(int, dropped["sequences"])
+    assert dropped["step"] == 10
+    assert f"The data of this step: sequences {first}-{last} of the run, cut from documents train-" in output
+    assert f"(in full: {run.directory / 'dropped_batches.jsonl'})" in postmortem(run)["cause"]
     record_property("seen", "exit 76, newest checkpoint of the step before")
 
 
