@@ -5,15 +5,16 @@ One layer's sequence mixing, routing and state update included, as measured in a
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvm_dist.bench.floors import full_floor, kvm_floor, peak_of
+from kvm_dist.bench.floors import Peak, full_floor, kvm_floor, peak_of
 from kvm_dist.bench.one_layer import Shape, call_kvm, make_inputs
+from kvm_dist.bench.pace import Pace
 from kvm_dist.bench.results import Goal
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
 from models.budget import SlotBudget
@@ -44,47 +45,39 @@ class Measured:
 class _Call:
     """What is timed as one: `tokens` decoded one after another, or a whole sequence."""
 
-    phase: str
     run: Callable[[], object]
     tokens: int = 1
+
+
+_Calls = dict[str, Callable[[], _Call]]  # of each phase, with what has to be done before it is timed
 
 
 def measure(
     device: torch.device,
     shape: Shape,
     lengths: tuple[int, ...],
-    seconds: float,
+    pace: Pace,
     clock: "Clock | None" = None,
     left_out: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measured]:
-    """Every phase and method at growing lengths, as long as the next length fits into `seconds`.
+    """Every phase and method at growing lengths, full attention first, as long as `pace` has time for them.
 
     left_out: is told what is not measured, and why.
     """
     clock = clock or Clock(device)
-    begun = time.perf_counter()
-    for place, tokens in enumerate(lengths):
-        before, rows = clock.spent, []
+    for tokens in lengths:
+        found, late = 0, list[str]()
         try:
-            for row in _at_length(device, shape, tokens, clock):
-                rows.append(row)
+            for row in _at_length(device, shape, tokens, clock, pace, late):
+                found += 1
+                yield row
         except torch.OutOfMemoryError:
-            left_out(f"{tokens:,} tokens do not fit into memory after {len(rows)} measurements")
-            yield from with_ratios(rows)
+            left_out(f"{tokens:,} tokens do not fit into memory after {found} measurements")
             return
-        yield from with_ratios(rows)
-        # Attention at twice the length costs four times; as much again for calls that warm up.
-        expected = time.perf_counter() - begun + 8 * (clock.spent - before)
-        if place + 1 < len(lengths) and expected > seconds:
-            left_out(f"{lengths[place + 1]:,} tokens and more would end after {expected:.0f} s")
+        for what in late if found else [f"{tokens:,} tokens and more"]:
+            left_out(f"{what}: the time is over")
+        if not found:
             return
-
-
-def with_ratios(rows: list[Measured]) -> Iterator[Measured]:
-    """Adds how many times as fast as full attention in the same phase at the same length."""
-    full = {row.phase: row.seconds for row in rows if row.method == FULL_ATTENTION}
-    for row in rows:
-        yield replace(row, ratio=full[row.phase] / row.seconds if row.phase in full else None)
 
 
 def goals(rows: list[Measured], device_name: str) -> Iterator[Goal]:
@@ -104,19 +97,41 @@ def goals(rows: list[Measured], device_name: str) -> Iterator[Goal]:
                 yield Goal(f"{method}: {phase}, times faster at 32K", least, max(got), at_least=True)
 
 
-def _at_length(device: torch.device, shape: Shape, tokens: int, clock: "Clock") -> Iterator[Measured]:
-    inputs = make_inputs(shape, tokens, device, requires_grad=True)
+def _at_length(
+    device: torch.device, shape: Shape, tokens: int, clock: "Clock", pace: Pace, late: list[str]
+) -> Iterator[Measured]:
+    """Rows as they are measured; `late` is given the names of those that would end too late."""
     peak = peak_of(device)
-    for name, budget in BUDGETS.items():
-        for call in _kvm_calls(inputs, budget, shape):
-            floor = kvm_floor(call.phase, tokens, budget, shape, peak) if peak else None
-            yield Measured(call.phase, name, tokens, clock.median(call.run) / call.tokens, floor)
+    inputs = make_inputs(shape, tokens, device, requires_grad=True)
+    full: dict[str, float] = {}
+    for method, calls in _methods(inputs, shape):
+        for phase, prepared in calls.items():
+            if pace.late((method, phase), tokens):
+                late.append(f"{tokens:,} {phase} {method}")
+                continue
+            begun = pace.now()
+            call = prepared()
+            seconds = clock.median(call.run) / call.tokens
             del call  # and what it holds, before the next is made
-    decoded = _decoded(tokens, shape)
-    for call in _full_calls(inputs, decoded):
-        floor = full_floor(call.phase, tokens, shape, peak) if peak else None
-        yield Measured(call.phase, FULL_ATTENTION, tokens, clock.median(call.run) / call.tokens, floor)
-        del call
+            pace.took((method, phase), tokens, pace.now() - begun)
+            if method == FULL_ATTENTION:
+                full[phase] = seconds
+            floor = _floor(phase, method, tokens, shape, peak) if peak else None
+            ratio = full[phase] / seconds if phase in full else None
+            yield Measured(phase, method, tokens, seconds, floor, ratio)
+
+
+def _methods(inputs: list[Tensor], shape: Shape) -> Iterator[tuple[str, _Calls]]:
+    """Full attention first: what the others are compared with. Its tensors are freed before they begin."""
+    yield FULL_ATTENTION, _full_calls(inputs, _decoded(inputs[0].shape[1], shape))
+    for name, budget in BUDGETS.items():
+        yield name, _kvm_calls(inputs, budget, shape)
+
+
+def _floor(phase: str, method: str, tokens: int, shape: Shape, peak: Peak) -> float:
+    if method == FULL_ATTENTION:
+        return full_floor(phase, tokens, shape, peak)
+    return kvm_floor(phase, tokens, BUDGETS[method], shape, peak)
 
 
 def _decoded(tokens: int, shape: Shape) -> int:
@@ -124,27 +139,34 @@ def _decoded(tokens: int, shape: Shape) -> int:
     return min(shape.chunk, tokens - 1)
 
 
-def _kvm_calls(inputs: list[Tensor], budget: SlotBudget, shape: Shape) -> Iterator[_Call]:
+def _kvm_calls(inputs: list[Tensor], budget: SlotBudget, shape: Shape) -> _Calls:
     detached = [z.detach() for z in inputs]
-    yield _Call("prefill", lambda: call_kvm(detached, budget, shape))
-    yield _backward(call_kvm(inputs, budget, shape)[0], inputs)
     tokens = inputs[0].shape[1]
     count = _decoded(tokens, shape)
-    _, before = call_kvm([z[:, : tokens - count] for z in detached], budget, shape, return_state=True)
-    rest = [[z[:, i : i + 1] for z in detached] for i in range(tokens - count, tokens)]
 
-    @torch.no_grad()
-    def decode() -> None:
-        state = before
-        for token in rest:
-            _, state = call_kvm(token, budget, shape, state=state, return_state=True)
+    def decoded() -> _Call:
+        _, before = call_kvm([z[:, : tokens - count] for z in detached], budget, shape, return_state=True)
+        rest = [[z[:, i : i + 1] for z in detached] for i in range(tokens - count, tokens)]
 
-    yield _Call("decode", decode, count)
-    if can_replay(inputs[0]) and tokens > 2:
-        states = iter(_growing(detached, rest[-2], budget, shape))
-        yield _replayed(
-            lambda: call_kvm(rest[-1], budget, shape, state=next(states), return_state=True), count
-        )
+        @torch.no_grad()
+        def decode() -> None:
+            state = before
+            for token in rest:
+                _, state = call_kvm(token, budget, shape, state=state, return_state=True)
+
+        return _Call(decode, count)
+
+    def replayed() -> _Call:
+        last, before = ([z[:, i : i + 1] for z in detached] for i in (tokens - 1, tokens - 2))
+        states = iter(_growing(detached, before, budget, shape))
+        return _replayed(lambda: call_kvm(last, budget, shape, state=next(states), return_state=True), count)
+
+    calls: _Calls = {
+        "prefill": lambda: _Call(lambda: call_kvm(detached, budget, shape)),
+        "backward": lambda: _backward(call_kvm(inputs, budget, shape)[0], inputs),
+        "decode": decoded,
+    }
+    return calls | ({REPLAYED: replayed} if can_replay(inputs[0]) and tokens > 2 else {})
 
 
 def _growing(
@@ -156,25 +178,27 @@ def _growing(
         return [call_kvm(token, budget, shape, state=before, return_state=True)[1] for _ in range(2)]
 
 
-def _full_calls(inputs: list[Tensor], decoded: int) -> Iterator[_Call]:
+def _full_calls(inputs: list[Tensor], decoded: int) -> _Calls:
     q, k, v = (z.detach().transpose(1, 2).contiguous().requires_grad_() for z in inputs[:3])
     a, b, c = q.detach(), k.detach(), v.detach()
-    yield _Call("prefill", lambda: F.scaled_dot_product_attention(a, b, c, is_causal=True))
-    yield _backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
     last = a[:, :, -1:].contiguous()
 
     def decode() -> None:
         for _ in range(decoded):
             F.scaled_dot_product_attention(last, b, c)
 
-    yield _Call("decode", decode, decoded)
-    if can_replay(inputs[0]):
-        yield _replayed(lambda: F.scaled_dot_product_attention(last, b, c), decoded)
+    calls: _Calls = {
+        "prefill": lambda: _Call(lambda: F.scaled_dot_product_attention(a, b, c, is_causal=True)),
+        "backward": lambda: _backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]),
+        "decode": lambda: _Call(decode, decoded),
+    }
+    replayed = {REPLAYED: lambda: _replayed(lambda: F.scaled_dot_product_attention(last, b, c), decoded)}
+    return calls | (replayed if can_replay(inputs[0]) else {})
 
 
 def _backward(out: Tensor, inputs: list[Tensor]) -> _Call:
     gradient = torch.ones_like(out)
-    return _Call("backward", lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
+    return _Call(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
 
 
 def can_replay(tensor: Tensor) -> bool:
@@ -195,7 +219,7 @@ def _replayed(call: Callable[[], object], count: int) -> _Call:
         for _ in range(count):
             graph.replay()
 
-    return _Call(REPLAYED, replay, count)
+    return _Call(replay, count)
 
 
 class Clock:
@@ -211,7 +235,6 @@ class Clock:
     ) -> None:
         self.device, self.repeats, self.most_repeats = device, repeats, most_repeats
         self.enough_seconds, self.most_seconds = enough_seconds, most_seconds
-        self.spent = 0.0  # seconds of all calls but those that warm up
 
     def median(self, call: Callable[[], object]) -> float:
         """Seconds of one call, after one to warm up: more repeats of short calls, fewer of long ones."""
@@ -220,7 +243,6 @@ class Clock:
         taken = [self._once(call)]
         while self._wants_more(taken):
             taken.append(self._once(call))
-        self.spent += sum(taken)
         return median(taken)
 
     def _wants_more(self, taken: list[float]) -> bool:

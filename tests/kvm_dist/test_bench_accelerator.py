@@ -11,6 +11,7 @@ from kvm_dist.bench import accelerator, one_layer
 from kvm_dist.bench.accelerator import Clock, Measured, goals, measure
 from kvm_dist.bench.floors import PEAKS, full_floor, kvm_floor
 from kvm_dist.bench.one_layer import Shape, check
+from kvm_dist.bench.pace import Pace
 from kvm_dist.bench.setting import BUDGETS, FULL_ATTENTION
 from kvm_dist.plots.accelerator import accelerator_speed
 from models.budget import FixedBudget, PowerLawBudget
@@ -40,9 +41,13 @@ def test_the_floors_give_the_ceilings_by_arithmetic_at_32k() -> None:
     assert ceilings["backward", "KVM 16*sqrt"] == pytest.approx(7.1, abs=0.2)
 
 
+def endless() -> Pace:
+    return Pace(float("inf"))
+
+
 @pytest.mark.usefixtures("tiny_budgets")
 def test_every_phase_and_method_is_measured_at_every_length() -> None:
-    rows = list(measure(CPU, TINY, (64, 80), seconds=60, clock=ONCE))
+    rows = list(measure(CPU, TINY, (64, 80), endless(), clock=ONCE))
     assert len(rows) == 2 * 3 * 3
     assert {row.tokens for row in rows} == {64, 80}
     for row in rows:
@@ -52,15 +57,49 @@ def test_every_phase_and_method_is_measured_at_every_length() -> None:
         assert row.ratio == full.seconds / row.seconds
 
 
+class Timed(Clock):
+    """Every measurement takes what `seconds` says of its number, by a clock that nothing else moves."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        super().__init__(CPU)
+        self.time, self.measured, self._seconds = 0.0, 0, seconds
+
+    def median(self, call: Callable[[], object]) -> float:
+        self.measured += 1
+        self.time += self._seconds(self.measured)
+        return 1.0
+
+    def now(self) -> float:
+        return self.time
+
+
 @pytest.mark.usefixtures("tiny_budgets")
-def test_lengths_that_do_not_fit_into_the_time_are_left_out_and_named() -> None:
-    said: list[str] = []
-    rows = measure(CPU, TINY, (64, 80, 96), seconds=0, clock=ONCE, left_out=said.append)
-    assert {row.tokens for row in rows} == {64}
-    assert len(said) == 1
-    assert said[0].startswith("80 tokens and more")
-    assert list(measure(CPU, TINY, (64,), seconds=0, clock=ONCE, left_out=said.append))
-    assert len(said) == 1, "the last length leaves nothing out"
+def test_what_would_end_after_the_time_is_left_out_and_named() -> None:
+    """At 64 tokens full attention takes 10 s, the others 1 s at every length."""
+    clock, said = Timed(lambda number: 10.0 if number <= 3 else 1.0), list[str]()
+    rows = list(measure(CPU, TINY, (64, 128, 256), Pace(60.0, clock.now), clock, said.append))
+    assert [(row.tokens, row.method) for row in rows if row.tokens > 64] == [
+        (tokens, method) for tokens in (128, 256) for method in BUDGETS for _ in range(3)
+    ]
+    assert {row.ratio for row in rows if row.tokens > 64} == {None}
+    assert said == [
+        f"{tokens} {phase} {FULL_ATTENTION}: the time is over"
+        for tokens in (128, 256)
+        for phase in ("prefill", "backward", "decode")
+    ]
+
+
+@pytest.mark.usefixtures("tiny_budgets")
+def test_nothing_begins_after_the_time() -> None:
+    """However wrong what was foretold: here every measurement takes ten times as long as the one before."""
+    clock, said = Timed(lambda number: 10.0**number), list[str]()
+    rows = list(measure(CPU, TINY, (64, 80), Pace(1000.0, clock.now), clock, said.append))
+    assert len(rows) == 3
+    assert said[-1] == "80 tokens and more: the time is over"
+    assert len(said) == 7
+    said.clear()
+    assert not list(measure(CPU, TINY, (64, 80), Pace(0.0, clock.now), clock, said.append))
+    assert said == ["64 tokens and more: the time is over"]
 
 
 @pytest.mark.usefixtures("tiny_budgets")
@@ -75,9 +114,8 @@ def test_what_was_measured_before_memory_ran_out_is_kept() -> None:
             return 1.0
 
     said: list[str] = []
-    rows = list(measure(CPU, TINY, (64, 80, 96), seconds=60, clock=Full(CPU), left_out=said.append))
+    rows = list(measure(CPU, TINY, (64, 80, 96), endless(), clock=Full(CPU), left_out=said.append))
     assert [row.tokens for row in rows] == [64] * 9 + [80]
-    assert rows[-1].ratio is None
     assert said == ["80 tokens do not fit into memory after 1 measurements"]
 
 
@@ -88,7 +126,7 @@ def test_a_clock_does_not_count_the_call_that_warms_up() -> None:
     called: list[None] = []
     assert clock.median(lambda: called.append(None)) == 1.0
     assert len(called) == 1
-    assert clock.spent == 4.0
+    assert next(lasted) == 9.0
 
 
 def test_an_h200_is_held_to_its_goals_at_32k_alone() -> None:
@@ -117,11 +155,6 @@ def test_correct_results_pass_the_check_and_wrong_ones_stop_the_bench(
     for factor in (1.01, float("nan")):  # noqa: B007, `wrong` uses it
         with pytest.raises(ArithmeticError, match="KVM-256 decoded"):
             check(CPU, TINY, 100)
-
-
-def test_a_method_without_its_opponent_has_no_ratio() -> None:
-    (row,) = accelerator.with_ratios([Measured("decode", "KVM-256", 64, 1.0, None)])
-    assert row.ratio is None
 
 
 @pytest.mark.usefixtures("tiny_budgets")

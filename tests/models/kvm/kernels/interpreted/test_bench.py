@@ -1,5 +1,6 @@
 """`bench kvm --device cuda` from its first line to its last, with kernels in the interpreter for a GPU."""
 
+import itertools
 import json
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -64,7 +65,7 @@ def test_the_bench_checks_measures_and_writes(tmp_path: Path, capsys: pytest.Cap
     accelerator_bench.bench_accelerator("cuda", [TOKENS], False, path)
     found = json.loads(path.read_text())
     rows: list[dict[str, Any]] = found["rows"]
-    methods = (*BUDGETS, FULL_ATTENTION)
+    methods = (FULL_ATTENTION, *BUDGETS)
     phases = ("prefill", "backward", "decode", REPLAYED)
     assert [(row["method"], row["phase"]) for row in rows] == [(m, p) for m in methods for p in phases]
     assert all(row["seconds"] > 0 and row["floor_seconds"] > 0 and row["ratio"] > 0 for row in rows)
@@ -75,6 +76,27 @@ def test_the_bench_checks_measures_and_writes(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr()
     assert "right on cpu" in said.err
     assert said.out.count("times faster at 32K: wanted") == 6
+
+
+@pytest.mark.usefixtures("as_on_an_h200")
+def test_what_was_measured_when_the_time_is_over_is_written_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock moves by a minute whenever it is looked at: only some measurements of a length fit."""
+    path, minutes = tmp_path / "speed.json", itertools.count()
+    accelerator_bench.bench_accelerator(
+        "cuda", [TOKENS, 2 * TOKENS], False, path, lambda: 60.0 * next(minutes)
+    )
+    found = json.loads(path.read_text())
+    assert [(row["method"], row["phase"]) for row in found["rows"]] == [
+        (FULL_ATTENTION, "prefill"),
+        (FULL_ATTENTION, "backward"),
+        (FULL_ATTENTION, "decode"),
+    ]
+    assert f"{TOKENS} prefill KVM-256: the time is over" in found["left_out"]
+    assert found["left_out"][-1] == f"{2 * TOKENS} tokens and more: the time is over"
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert "left out: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("as_on_an_h200")
