@@ -33,7 +33,7 @@ from kvm_dist.bench.scaling.rank import ranked_context
 from kvm_dist.bench.scaling.relays import kvm_relay, rwkv7_relay
 from kvm_dist.bench.scaling.replay import replay
 from kvm_dist.bench.scaling.two_level import kvm_by_heads, kvm_by_routes, one_of_each_node
-from kvm_dist.bench.scaling.work import kvm_work
+from kvm_dist.bench.scaling.work import kvm_work, outside
 from models.backbone import Backbone
 from models.budget import FixedBudget
 from models.config import ModelConfig
@@ -143,6 +143,21 @@ def test_routing_fills_the_device_with_heads_or_with_slots(device: str) -> None:
 
     assert seconds_of_a_head(4, 4096) == pytest.approx(seconds_of_a_head(32, 4096))
     assert seconds_of_a_head(1, 256) > 2 * seconds_of_a_head(32, 256)
+
+
+def test_query_heads_that_share_a_state_route_and_fold_it_once() -> None:
+    """With a quarter of the states, what goes with states costs a quarter, what goes with queries as much."""
+    cluster, span = replace(H200, launch_seconds=0.0), (16_384, 32_768)
+    model = language_model("kvm")
+    shared = model.model_copy(update={"kvm": model.kvm.model_copy(update={"kv_heads": 8})})
+    full, grouped = (kvm_work(cluster, one, span, 32_768, 32) for one in (model, shared))
+    few = kvm_work(cluster, model, span, 32_768, 8)
+    for part in ("route", "values", "share_out"):
+        assert getattr(grouped, part) == pytest.approx(getattr(few, part)), part
+    assert grouped.window_backward == full.window_backward
+    assert few.attend < grouped.attend < full.attend
+    assert few.state_backward < grouped.state_backward < full.state_backward
+    assert outside(cluster, shared, 1).project < outside(cluster, model, 1).project
 
 
 def test_costs_of_shards_add_up_to_the_costs_of_the_sequence() -> None:

@@ -35,7 +35,8 @@ class Outside:
 
 def outside(cluster: Cluster, model: ModelConfig, tokens: int) -> Outside:
     width = tokens * model.hidden_size * ELEMENT_BYTES
-    projections = tokens * projection_flops(model) / cluster.matrix_flops
+    kv_heads = model.kvm.key_value_heads(model) if "kvm" in model.layer_kinds else None
+    projections = tokens * projection_flops(model, kv_heads) / cluster.matrix_flops
     feed_forward = tokens * 4 * model.hidden_size * model.ffn_width / cluster.matrix_flops
     head = tokens * 2 * model.hidden_size * model.vocab_size / cluster.matrix_flops
     return Outside(
@@ -61,20 +62,26 @@ class KVMWork:
 def kvm_work(
     cluster: Cluster, model: ModelConfig, span: tuple[int, int], total: int, heads: int, groups: int = 1
 ) -> KVMWork:
-    """Of `heads` heads on [start, stop) of a sequence of `total` tokens; groups: hand-overs of the heads."""
+    """Of `heads` query heads on [start, stop) of a sequence of `total` tokens; groups: hand-overs of heads.
+
+    Heads that share keys and values share a state, which is routed, folded and walked once. Each reads it by
+    itself: bytes of such reads are counted for each, more than kernels need to move.
+    """
+    states = heads * model.kvm.key_value_heads(model) / model.num_heads
     settings = kvm_settings(model)
     plan = _plan(settings, span, total)
     work = _kernels(settings, span, total, model.head_width)
     shape = Shape(model.head_width, ELEMENT_BYTES)
-    filled = _filled(cluster, settings, plan, shape, heads / groups)
-    route = _seconds(cluster, work, heads, "prepare_keys", "route", "fold") / filled
+    filled = _filled(cluster, settings, plan, shape, states / groups)
+    route = _seconds(cluster, work, states, "prepare_keys", "route", "fold") / filled
+    walk = _seconds(cluster, work, states, "walk")
     return KVMWork(
         route=route + groups * route_launches(plan) * cluster.launch_seconds,
-        values=_seconds(cluster, work, heads, "fold") + groups * cluster.launch_seconds,
-        attend=_seconds(cluster, work, heads, "walk", "read"),
+        values=_seconds(cluster, work, states, "fold") + groups * cluster.launch_seconds,
+        attend=walk + _seconds(cluster, work, heads, "read"),
         window_backward=_seconds(cluster, work, heads, "read_backward_window"),
-        state_backward=_seconds(cluster, work, heads, "walk", "read_backward_queries", "read_backward_slots"),
-        share_out=_seconds(cluster, work, heads, "share_out", "prepare_keys_backward")
+        state_backward=walk + _seconds(cluster, work, heads, "read_backward_queries", "read_backward_slots"),
+        share_out=_seconds(cluster, work, states, "share_out", "prepare_keys_backward")
         + groups * 2 * cluster.launch_seconds,
     )
 
@@ -100,7 +107,7 @@ def _kernels(settings: KVMSettings, span: tuple[int, int], total: int, width: in
     return kernel_work(_plan(settings, span, total), settings, width, ELEMENT_BYTES)
 
 
-def _seconds(cluster: Cluster, work: Kernels, heads: int, *kernels: str) -> float:
+def _seconds(cluster: Cluster, work: Kernels, heads: float, *kernels: str) -> float:
     """Each kernel takes its arithmetic or its bytes, whichever is more."""
     total = 0.0
     for kernel in kernels:
