@@ -1,7 +1,8 @@
 """What the kernels ask of a GPU, without one: the compiler's numbers, and the least time there can be."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
@@ -39,6 +40,9 @@ class CompileRow:
         return asdict(self)
 
 
+Rows = Future[list[CompileRow]]
+
+
 def shape_classes(every: bool = True) -> list[ShapeClass]:
     """Those that take every row of `tuning.py`, slowest to compile first; False: the published shape alone.
 
@@ -69,13 +73,23 @@ def compile_report(
     finished: Callable[[ShapeClass], None] = lambda _: None,
 ) -> list[CompileRow]:
     """Every kernel of some shape classes, in their order: about 15 seconds a class on one core."""
-    found: dict[ShapeClass, list[CompileRow]] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(compile_class, one): one for one in classes}
-        for done in as_completed(waiting):
-            found[waiting[done]] = done.result()
-            finished(waiting[done])
-    return [row for one in classes for row in found[one]]
+    with compiling(classes, workers) as found:
+        classes_of = {rows: one for one, rows in found.items()}
+        for done in as_completed(classes_of):
+            done.result()
+            finished(classes_of[done])
+    return [row for one in classes for row in found[one].result()]
+
+
+@contextmanager
+def compiling(classes: Sequence[ShapeClass], workers: int) -> Iterator[dict[ShapeClass, Rows]]:
+    """Inside, processes compile one class after the other, in their order; what is not begun at the end is
+    left out."""
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        yield {one: pool.submit(compile_class, one) for one in classes}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def compile_class(one: ShapeClass) -> list[CompileRow]:

@@ -1,10 +1,11 @@
 """Every kernel and tuning row compiles for GPUs that are not here, fits them, and uses their matrix units."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
-from models.kvm.kernels.report import CompileRow, ShapeClass, compile_report, shape_classes
+from models.kvm.kernels.report import Rows, ShapeClass, compiling, shape_classes
 from models.kvm.kernels.tuning import (
     KERNELS,
     OTHER_CUDA,
@@ -50,22 +51,19 @@ ESTIMATED: dict[str, Kernel] = {
 }
 # The published shape everywhere; all shape classes take minutes: `.ci/kernels`.
 WANTED = shape_classes(every=os.environ.get("KVM_DIST_COMPILE_ALL") == "1")
-Compiled = dict[ShapeClass, list[CompileRow]]
+Compiled = dict[ShapeClass, Rows]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Compiled:
-    rows = compile_report(WANTED, workers=min(len(WANTED), len(os.sched_getaffinity(0))))
-    found: Compiled = {one: [] for one in WANTED}
-    for row in rows:
-        dtype = next(one.dtype for one in WANTED if str(one.dtype) == f"torch.{row.dtype}")
-        found[ShapeClass(row.target, dtype, row.width, row.chunk)].append(row)
-    return found
+def compiled() -> Iterator[Compiled]:
+    """Each test waits for its own class: all of them take longer than a test may."""
+    with compiling(WANTED, workers=min(len(WANTED), len(os.sched_getaffinity(0)))) as found:
+        yield found
 
 
 @pytest.mark.parametrize("one", WANTED, ids=str)
 def test_kernels_fit_do_not_spill_and_use_matrix_units(one: ShapeClass, compiled: Compiled) -> None:
-    target, rows = TARGETS[one.target], compiled[one]
+    target, rows = TARGETS[one.target], compiled[one].result()
     assert {row.kernel for row in rows} == WITH_PRODUCTS | WITHOUT_PRODUCTS
     # Float32 products of such width are exact, since three tf32 passes do not fit into registers.
     exact = (one.dtype.itemsize, one.width, target.backend) == (4, 256, "cuda")
@@ -81,7 +79,7 @@ def test_estimates_of_shared_memory_are_no_smaller_than_what_the_compiler_takes(
     one: ShapeClass, compiled: Compiled
 ) -> None:
     target, shape = TARGETS[one.target], Shape(one.width, one.dtype.itemsize)
-    for row in compiled[one]:
+    for row in compiled[one].result():
         if kernel := ESTIMATED.get(row.kernel):
             tile = choose(kernel, target, shape)
             assert row.shared_bytes <= shared_estimate(kernel, tile, target, shape), row
