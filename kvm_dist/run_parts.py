@@ -1,5 +1,7 @@
 """What a training run is put together from, each part from the run's configuration."""
 
+import logging
+
 import torch
 
 from kvm_dist.config import RunConfig
@@ -11,9 +13,12 @@ from kvm_dist.sequence_split import SequenceSplit
 from models.backbone import Backbone
 from models.initialise import initialise
 from models.parameter_groups import ParameterGroup, parameter_groups
+from models.warm_up import warm_up
 from parallel.engine.deepspeed import Engine
 from parallel.mesh import Mesh
 from parallel.world import World
+
+_log = logging.getLogger(__name__)
 
 
 def choose_algorithms(config: RunConfig) -> None:
@@ -24,6 +29,12 @@ def choose_algorithms(config: RunConfig) -> None:
     """
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def compile_kernels(config: RunConfig, device: torch.device) -> None:
+    """Of a step on a GPU: with a cold cache it takes minutes, and not equally long on all ranks."""
+    if device.type == "cuda":
+        warm_up(config.model, device, getattr(torch, config.parallel.precision), _log.info)
 
 
 def new_model(config: RunConfig) -> Backbone:

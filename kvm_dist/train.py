@@ -37,6 +37,7 @@ from kvm_dist.run_parts import (
     batch_stream,
     build_engine,
     choose_algorithms,
+    compile_kernels,
     new_model,
     sequence_split,
     validation_batches,
@@ -117,7 +118,7 @@ def _train(
 
 def _join(config: RunConfig) -> World:
     try:
-        return join_world(config.parallel, config.device)
+        return join_world(config.parallel, config.device, lambda device: compile_kernels(config, device))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except ConnectionError as error:

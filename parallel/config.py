@@ -61,6 +61,9 @@ class ParallelConfig(FrozenConfig):
     start_timeout_seconds: float = Field(
         30.0, gt=0, description="longest wait for all ranks to appear at start"
     )
+    compile_timeout_seconds: float = Field(
+        1800.0, gt=0, description="longest wait for all ranks to have their kernels compiled, before any step"
+    )
     threads_per_rank: int | None = Field(
         None,
         ge=1,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from parallel.placement import Placement
 
 _POLL_SECONDS = 0.05
+_LONGEST_POLL_SECONDS = 0.5
 _KNOCK_SECONDS = 3.0  # at one address, where there are several
 
 
@@ -126,32 +127,65 @@ def _open_store(opening: "Future[dist.Store]", address: str, port: int, timeout_
         opening.set_exception(error)
 
 
+def wait_until_ready(store: dist.Store, placement: Placement, timeout_seconds: float) -> None:
+    """Returns once every rank has called this, or raises a ConnectionError that names those that have not.
+
+    Before there is a process group: whoever is late keeps nobody waiting in a collective, whose time-out is
+    of another kind.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        if not _all_signed(store, placement, "ready", deadline):
+            missing = _missing(store, placement, "ready")
+            raise ConnectionError(
+                f"rank {placement.rank} of {placement.size}: rank {missing} is not ready after "
+                f"{timeout_seconds:g} s (parallel.compile_timeout_seconds): it compiles kernels, or has "
+                "ended; see its log"
+            )
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"rank {placement.rank}: rank 0 has ended before all ranks were ready "
+            f"({str(error).splitlines()[0]}); see its log"
+        ) from error
+
+
+def _all_signed(store: dist.Store, placement: Placement, sheet: str, deadline: float) -> bool:
+    """Sign, and wait for the others; False after the deadline, or once another rank has given up."""
+    store.set(f"{sheet}/{placement.rank}", f"{socket.gethostname()} pid {os.getpid()}")
+    store.add(f"{sheet}/count", 1)
+    pause = _POLL_SECONDS
+    while store.add(f"{sheet}/count", 0) < placement.size:
+        if time.monotonic() > deadline or store.check([f"{sheet}/missing"]):
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)  # of a thousand ranks that wait for minutes
+    return True
+
+
+def _missing(store: dist.Store, placement: Placement, sheet: str) -> str:
+    """The ranks that have not signed; the others are told to give up too."""
+    missing = [str(rank) for rank in range(placement.size) if not store.check([f"{sheet}/{rank}"])]
+    store.set(f"{sheet}/missing", ",".join(missing))
+    if placement.rank == 0:
+        time.sleep(2 * _LONGEST_POLL_SECONDS)  # the store ends with rank 0: let the others read
+    return ", ".join(missing)
+
+
 def _wait_for_peers(
     store: dist.Store, placement: Placement, address: str, deadline: float, timeout_seconds: float
 ) -> None:
     """Everybody signs in; whoever gives up first tells the others whom it missed."""
     try:
-        store.set(f"here/{placement.rank}", f"{socket.gethostname()} pid {os.getpid()}")
-        store.add("arrived", 1)
-        while store.add("arrived", 0) < placement.size:
-            if time.monotonic() > deadline or store.check(["missing"]):
-                _report_missing(store, placement, timeout_seconds)
-            time.sleep(_POLL_SECONDS)
+        if not _all_signed(store, placement, "here", deadline):
+            missing = _missing(store, placement, "here")
+            raise ConnectionError(
+                f"rank {placement.rank} of {placement.size}: rank {missing} did not appear in "
+                f"{timeout_seconds:g} s (parallel.start_timeout_seconds); see its log, or check that "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT are the same for all"
+            )
     except RuntimeError as error:
         raise ConnectionError(
             f"rank {placement.rank}: whoever listens at MASTER_ADDR={address} MASTER_PORT={placement.port} "
             f"does not answer as rank 0 of this run, or has ended ({str(error).splitlines()[0]}); see rank "
             "0's log, or choose another MASTER_PORT"
         ) from error
-
-
-def _report_missing(store: dist.Store, placement: Placement, timeout_seconds: float) -> None:
-    missing = [str(rank) for rank in range(placement.size) if not store.check([f"here/{rank}"])]
-    store.set("missing", ",".join(missing))
-    if placement.rank == 0:
-        time.sleep(10 * _POLL_SECONDS)  # the store ends with rank 0: let the others read
-    raise ConnectionError(
-        f"rank {placement.rank} of {placement.size}: rank {', '.join(missing)} did not appear in "
-        f"{timeout_seconds:g} s (parallel.start_timeout_seconds); see its log, or check that WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT are the same for all"
-    )

@@ -3,7 +3,7 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallel.allocator import keep_freed_memory
 from parallel.config import ParallelConfig
-from parallel.meeting import meet
+from parallel.meeting import meet, wait_until_ready
 from parallel.placement import LOOPBACK, Placement, threads_from_environment, world_from_environment
 
 __all__ = ["Device", "Placement", "World", "join_world", "leave_world", "world_from_environment"]
@@ -37,12 +37,17 @@ class World:
     backend: str
 
 
-def join_world(config: ParallelConfig, device: Device = "auto") -> World:
+def join_world(
+    config: ParallelConfig,
+    device: Device = "auto",
+    prepare: Callable[[torch.device], None] | None = None,
+) -> World:
     """Meet the other ranks and create the default process group.
 
-    Waits config.start_timeout_seconds at most. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT (deepspeed looks for MPI without them), on a CPU DS_ACCELERATOR, and torch's
-    thread count.
+    Waits config.start_timeout_seconds at most. prepare: done by every rank on its device before there is a
+    group; ranks wait config.compile_timeout_seconds for each other to end it. Sets RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (deepspeed looks for MPI without them), on a CPU
+    DS_ACCELERATOR, and torch's thread count.
 
     Raises ValueError when the launcher started another number of ranks than data x sequence or a variable is
     wrong, ConnectionError when rank 0 or a peer cannot be reached.
@@ -66,6 +71,9 @@ def join_world(config: ParallelConfig, device: Device = "auto") -> World:
         keep_freed_memory()
     with _environment_kept_on_failure(placement, torch_device):
         store = meet(placement, config.start_timeout_seconds)
+        if prepare is not None:
+            prepare(torch_device)
+            wait_until_ready(store, placement, config.compile_timeout_seconds)
         dist.init_process_group(
             backend,
             store=store,

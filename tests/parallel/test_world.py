@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from parallel import collectives
 from parallel.config import ParallelConfig
-from parallel.meeting import _connect, _resolved, _serve
+from parallel.meeting import _connect, _resolved, _serve, wait_until_ready
 from parallel.mesh import Mesh
 from parallel.placement import Placement, first_host, world_from_environment
 from parallel.world import World, _threads, join_world, leave_world
@@ -140,6 +142,37 @@ def test_one_process_joins_and_leaves_its_world(alone: pytest.MonkeyPatch) -> No
     leave_world()
     assert not dist.is_initialized()
     assert dict(os.environ) == before
+
+
+def test_a_rank_is_prepared_before_there_is_a_group_to_wait_in(alone: pytest.MonkeyPatch) -> None:
+    prepared = []
+    world = join_world(ONE, "cpu", lambda device: prepared.append((device, dist.is_initialized())))
+    assert prepared == [(world.device, False)]
+
+
+def two_ranks() -> list[Placement]:
+    return [Placement(rank, 2, rank, 2, 0, ("127.0.0.1",), 29500, None, "torchrun") for rank in range(2)]
+
+
+def test_ranks_wait_for_one_that_prepares_longer() -> None:
+    store, (first, second) = dist.HashStore(), two_ranks()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(wait_until_ready, store, first, 30)
+        while not store.check(["ready/0"]):
+            time.sleep(0.01)
+        assert not waiting.done()
+        wait_until_ready(store, second, 30)
+        waiting.result(30)
+
+
+def test_a_rank_that_never_is_ready_is_named_to_all() -> None:
+    ranks = [replace(one, size=3) for one in two_ranks()]
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(wait_until_ready, store, one, 0.2 + 60 * one.rank) for one in ranks]
+        for one in waiting:  # the second gives up with the first
+            with pytest.raises(ConnectionError, match=r"rank 2 is not ready .*compile_timeout_seconds"):
+                one.result(30)
 
 
 @pytest.mark.parametrize(
