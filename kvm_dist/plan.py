@@ -4,17 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvm_dist.config import RunConfig
-from kvm_dist.plan_memory import MemoryPlan, element_bytes, rank_memory
+from kvm_dist.plan_memory import MemoryPlan, rank_memory
+from kvm_dist.plan_messages import Traffic, element_bytes, traffic
 from models.config import ModelConfig
 from models.costs import ModelCosts, model_costs
-from models.messages import EdgeMessage, edge_messages, head_swaps
+from models.messages import Phase
 from models.sequence_shards import SequenceShards
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer. Bytes sent of a micro-batch: boundary over each shard edge in the forward, returned in the
-    backward, first edge first; swapped by each rank to the others in both, where ranks take turns with heads.
+    backward, first edge first; swapped by each rank to others in both, where ranks share the work by heads.
     """
 
     index: int
@@ -70,7 +71,8 @@ def make_plan(config: RunConfig, tokens_per_second: float | None = None) -> Plan
     costs = model_costs(config.model, config.data.sequence_length, width)
     shards = config.shards
     sequences = config.train.batch_sequences // (config.parallel.data * config.train.accumulation)
-    shard_plans = tuple(_shard_plans(config, costs, shards, sequences))
+    sent = traffic(config, shards.spans)
+    shard_plans = tuple(_shard_plans(config, costs, shards, sent, sequences))
     tokens_per_step = config.train.batch_sequences * config.data.sequence_length
     tokens = tokens_per_step * config.train.steps
     flops = _train_factor(config.model) * costs.mean_token_flops
@@ -82,7 +84,7 @@ def make_plan(config: RunConfig, tokens_per_second: float | None = None) -> Plan
         embedding_parameters=costs.embedding_parameters,
         head_parameters=costs.head_parameters,
         parameters_by_kind=_by_kind(costs),
-        layers=_layers(config, costs, shards, sequences),
+        layers=tuple(_layers(config, costs, sent, sequences)),
         shards=shard_plans,
         imbalance=shards.imbalance,
         memory=max((shard.memory for shard in shard_plans), key=lambda memory: memory.total),
@@ -102,10 +104,10 @@ def make_plan(config: RunConfig, tokens_per_second: float | None = None) -> Plan
 
 
 def _shard_plans(
-    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sequences: int
+    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sent: Traffic, sequences: int
 ) -> Iterator[ShardPlan]:
     for rank, (tokens, flops) in enumerate(zip(shards.rank_tokens, shards.flops, strict=True)):
-        memory = rank_memory(config, costs, shards, sequences, rank)
+        memory = rank_memory(config, costs, shards, sent, sequences, rank)
         yield ShardPlan(tokens, flops / sum(shards.flops), memory)
 
 
@@ -125,31 +127,21 @@ def _by_kind(costs: ModelCosts) -> dict[str, int]:
     return kinds
 
 
-def _layers(
-    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sequences: int
-) -> tuple[LayerPlan, ...]:
-    model, spans = config.model, shards.spans
-    factor = _train_factor(model)
-    edges = [edge_messages(model, stop, spans) for _, stop in spans[:-1]]
-    swaps = [head_swaps(model, spans, rank) for rank in range(len(spans))] if len(spans) > 1 else []
+def _layers(config: RunConfig, costs: ModelCosts, sent: Traffic, sequences: int) -> Iterator[LayerPlan]:
+    factor, ranks = _train_factor(config.model), config.parallel.sequence
 
-    def sent(index: int, places: list[tuple[EdgeMessage, ...]], *phases: str) -> tuple[int, ...]:
-        size = element_bytes(config.parallel)
-        return tuple(
-            sum(one.size(size, sequences) for one in place if one.layer == index and one.phase in phases)
-            for place in places
-        )
+    def over_edges(layer: int, phase: Phase) -> tuple[int, ...]:
+        return tuple(sequences * sent.over_edges[layer, phase, edge] for edge in range(ranks - 1))
 
-    return tuple(
-        LayerPlan(
+    for layer in costs.layers:
+        swapped = tuple(sequences * sent.swapped[layer.index, rank] for rank in range(ranks))
+        yield LayerPlan(
             layer.index,
             layer.kind,
             layer.parameters,
             factor * layer.mean_token_flops,
             layer.decode_state_bytes,
-            boundary_bytes=sent(layer.index, edges, "forward"),
-            returned_bytes=sent(layer.index, edges, "backward"),
-            swapped_bytes=sent(layer.index, swaps, "forward", "backward"),
+            boundary_bytes=over_edges(layer.index, "forward"),
+            returned_bytes=over_edges(layer.index, "backward"),
+            swapped_bytes=swapped if ranks > 1 else (),
         )
-        for layer in costs.layers
-    )

@@ -8,8 +8,8 @@ of a number of the model's dtype (2 or 4) and the ZeRO stage z:
     gradients           4 P, shared by N if z >= 2
     activations         t (4 V + what the layers keep of a token for the backward), V the vocabulary
     working             the larger of: t times gradients of the logits; t times what one layer computes again
-    states              received over the edge before, copies of what a step sends over both edges, and of one
-                        layer at work the state and its gradient
+    states              received from the rank or node before, copies of all that a step sends, and of
+                        one layer at work the state and its gradient
 
 What layers keep of a token is stated by their kinds and was measured; fused kernels keep less.
 """
@@ -17,11 +17,13 @@ What layers keep of a token is stated by their kinds and was measured; fused ker
 from dataclasses import dataclass
 
 from kvm_dist.config import RunConfig
+from kvm_dist.plan_messages import Traffic, element_bytes
+from models.config import KVMConfig
 from models.costs import ModelCosts
 from models.kinds.attention import window_elements
-from models.messages import EdgeMessage, edge_messages, swaps_heads
+from models.messages import swaps_heads
+from models.node_messages import NodeOfRanks
 from models.sequence_shards import SequenceShards
-from parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class MemoryPlan:
 
 
 def rank_memory(
-    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sequences: int, rank: int
+    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sent: Traffic, sequences: int, rank: int
 ) -> MemoryPlan:
     """Of sequence rank `rank`, which holds shards of `sequences` sequences at a time."""
     parallel, count = config.parallel, costs.parameters
@@ -59,33 +61,26 @@ def rank_memory(
         gradients=4 * count // (ranks if stage >= 2 else 1),
         activations=tokens * kept + sequences * _keys_of_ranks_before(config, shards, rank),
         working=tokens * max(logits, recomputed),
-        states=sequences * _states(config, shards, rank),
+        states=sequences * _states(config, shards, sent, rank),
     )
 
 
-def element_bytes(parallel: ParallelConfig) -> int:
-    """Of one number in the model's dtype."""
-    return 2 if parallel.precision == "bfloat16" else 4
-
-
-def edge_bytes(config: RunConfig, messages: tuple[EdgeMessage, ...], phase: str) -> int:
-    """Of one sequence, all layers together."""
-    return sum(one.size(element_bytes(config.parallel)) for one in messages if one.phase == phase)
-
-
-def _states(config: RunConfig, shards: SequenceShards, rank: int) -> int:
+def _states(config: RunConfig, shards: SequenceShards, sent: Traffic, rank: int) -> int:
     """Of one sequence; what was sent is kept until the step ends, and so adds up over its micro-batches."""
-    model, spans = config.model, shards.spans
-    start, stop = spans[rank]
-    states = (model.layer_config(kind).cost(model, stop).boundary.float32 for kind in set(model.layer_kinds))
-    at_work = 2 * 4 * max(states)
-    received = sent = 0
-    if rank > 0:
-        before = edge_messages(model, start, spans)
-        received, sent = edge_bytes(config, before, "forward"), edge_bytes(config, before, "backward")
-    if rank < len(spans) - 1:
-        sent += edge_bytes(config, edge_messages(model, stop, spans), "forward")
-    return at_work + received + config.train.accumulation * sent
+    model = config.model
+    at_work = 2 * 4 * max(_state_numbers(config, shards, kind, rank) for kind in set(model.layer_kinds))
+    return at_work + sent.received[rank] + config.train.accumulation * sent.sent[rank]
+
+
+def _state_numbers(config: RunConfig, shards: SequenceShards, kind: str, rank: int) -> int:
+    """Of one layer's state at the end of what the rank computes of it."""
+    model, size, stop = config.model, config.parallel.head_parallel, shards.spans[rank][1]
+    layer = model.layer_config(kind)
+    if size == 1 or config.parallel.node_splits != "operator" or not isinstance(layer, KVMConfig):
+        return layer.cost(model, stop).boundary.float32
+    stop = shards.spans[rank // size * size + size - 1][1]
+    heads = NodeOfRanks(shards.spans, size, rank, layer.key_value_heads(model)).heads(rank)
+    return layer.cost(model, stop).boundary.float32 * heads // layer.key_value_heads(model)
 
 
 def _keys_of_ranks_before(config: RunConfig, shards: SequenceShards, rank: int) -> int:

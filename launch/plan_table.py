@@ -117,7 +117,8 @@ def _range(values: list[str]) -> str:
 
 
 def _sent(sizes: Sequence[int]) -> str:
-    return _range([_bytes(size) for size in sizes])
+    """From the least to the most: more passes between nodes than inside them, wherever their edges lie."""
+    return _range([_bytes(size) for size in sorted(sizes)])
 
 
 def _shard_table(plan: Plan) -> Table:

@@ -15,7 +15,7 @@ NODE_MULTIPLE = 8  # tokens: products of fewer rows round in their own way
 class SequenceShards:
     """tokens: of the sequence. spans: [start, stop) of every rank; the last one ends after the pads.
 
-    flops: modelled, of one forward over each rank's span, each as long as one of a projection.
+    flops: modelled, of each rank's part of one forward, each as long as one of a projection.
     """
 
     tokens: int
@@ -69,7 +69,12 @@ def sequence_shards(
         spans = _even_in_nodes(balanced_shards(costs, ranks, block), node_ranks, _multiple_in_nodes(model))
     before = [0, *accumulate(costs)]
     flops = [_cost_before(before, stop, block) - _cost_before(before, start, block) for start, stop in spans]
-    return SequenceShards(tokens, tuple(spans), tuple(flops))
+    return SequenceShards(tokens, tuple(spans), tuple(_shared_in_nodes(flops, node_ranks)))
+
+
+def _shared_in_nodes(flops: list[int], node_ranks: int) -> list[int]:
+    nodes = [sum(flops[first : first + node_ranks]) for first in range(0, len(flops), node_ranks)]
+    return [node // node_ranks for node in nodes for _ in range(node_ranks)]
 
 
 def _cost_before(before: list[int], position: int, block: int) -> int:
