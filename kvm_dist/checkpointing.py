@@ -4,6 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,6 +60,7 @@ class CheckpointSaver:
         self.data_digest = data_digest
         self.layout = layout
         self._snapshot = Snapshot()
+        self._snapshot.reserve(engine.owned_tensors())
         self._background: Background[tuple[CheckpointInfo, float] | None] = Background()
         self._step = 0
         self._begun = 0.0
@@ -101,9 +103,9 @@ class CheckpointSaver:
         """Tells of a save that has finished in the meantime; waits for nothing, and no other rank."""
         return self._settle() if self._background.finished else {}
 
-    def finish(self) -> None:
-        """Waits for the save that is under way, as before an end that all ranks come to."""
-        self._settle()
+    def finish(self) -> dict[str, float]:
+        """Waits for the save under way, as before an end that all ranks come to; what `settle` says."""
+        return self._settle()
 
     def _begin(
         self, counters: Counters, metrics: Mapping[str, float], layouts: Sequence[FileLayout]
@@ -127,13 +129,23 @@ class CheckpointSaver:
         taken: TakenTensors,
         shared: Sequence[Piece],
     ) -> tuple[CheckpointInfo, float] | None:
-        """In the background, on every rank; rank 0, which has the draft, gets the checkpoint and its time."""
-        write_share(partial, layouts, [*owned_pieces(taken), *shared], self.world.rank)
+        """In the background, on every rank; rank 0, which has the draft, gets the checkpoint and its time.
+
+        The time is until the save is in place: what the older ones take to remove is not of it.
+        """
+        pieces = [*owned_pieces(taken), *shared]
         if draft is None:
+            write_share(partial, layouts, pieces, self.world.rank)
             return None
-        saved = finish_save(draft, self.world.size)
+        with ThreadPoolExecutor(1) as beside:  # what is written is read back while it is synced
+            share = beside.submit(write_share, partial, layouts, pieces, self.world.rank)
+            try:
+                saved = finish_save(draft, self.world.size)
+            finally:
+                share.result()
+        seconds = time.perf_counter() - self._begun
         prune(self.folder, self.config.keep, verified=saved.path)
-        return saved, time.perf_counter() - self._begun
+        return saved, seconds
 
     def _wait(self) -> tuple[str | None, dict[str, float]]:
         """Collective: the save that was just begun, to its end on all ranks."""

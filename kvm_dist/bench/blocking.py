@@ -57,8 +57,18 @@ class Cost:
         )
 
 
+def of_a_whole_step(cost: Cost, config: RunConfig) -> str:
+    """`cost` at the step of `config`: of each, a rank has its own part of the tokens and of the state."""
+    ranks = config.parallel.world_size
+    tokens = config.train.batch_sequences * config.data.sequence_length / ranks
+    share = cost.blocking_share * cost.tokens / tokens / ranks
+    return (
+        f"a step of the configuration has {tokens:,.0f} tokens on each of {ranks} ranks: by this {share:.3%}"
+    )
+
+
 def measure(world: World, config: RunConfig, rounds: int, folder: Path) -> Cost:
-    """`config` wants one rank; checkpoints go into `folder`. The first save makes memory: it is left out."""
+    """`config` wants one rank; checkpoints go into `folder`. The first round is left out."""
     choose_algorithms(config)
     import_deepspeed(config.parallel.zero_stage, config.parallel.timeout_seconds)
     model, groups, engine = build_engine(config, world)
@@ -99,7 +109,9 @@ def main() -> None:
     config.run_root.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=config.run_root) as folder:
-            print(measure(world, config, options.rounds, Path(folder)))
+            cost = measure(world, config, options.rounds, Path(folder))
+        print(cost)
+        print(of_a_whole_step(cost, load_config(options.config, options.overrides).config))
     finally:
         leave_world()
 

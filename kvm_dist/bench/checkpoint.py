@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvm_dist.checkpoint.durable import sync_folder
 from kvm_dist.checkpoint.manifest import read_manifest
 from kvm_dist.checkpointing import CheckpointSaver, find_checkpoint, load_weights
 from kvm_dist.config import CheckpointConfig, RunConfig
@@ -106,11 +107,13 @@ def _saver(folder: Path, config: RunConfig, engine: Engine, world: World) -> Che
 
 
 def _round(saver: CheckpointSaver, engine: Engine, world: World, step: int) -> dict[str, float]:
+    sync_folder(saver.folder.parent)
     begun = time.perf_counter()
     saver.save(Counters(step=step), {}, last=False)
     blocking = time.perf_counter() - begun
-    saver.finish()
-    save = time.perf_counter() - begun
+    save = saver.finish().get("checkpoint/save_seconds")
+    if save is None:
+        raise StorageError(f"the save of round {step} failed; the log says why")
     (checkpoint,) = saver.folder.iterdir()
     _forget(checkpoint)
     begun = time.perf_counter()
@@ -140,6 +143,7 @@ def _scratch(run_root: Path) -> Iterator[Path]:
 def _write(folder: Path, sizes: Sequence[int]) -> float:
     """Seconds until files of `sizes` bytes are on the disk."""
     folder.mkdir()
+    sync_folder(folder.parent)  # or it waits for the removal of the files before, and so does a save
     begun = time.perf_counter()
     for number, size in enumerate(sizes):
         with open(folder / str(number), "wb", buffering=0) as file:

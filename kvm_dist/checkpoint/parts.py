@@ -5,10 +5,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -16,10 +18,12 @@ from torch import Tensor
 from kvm_dist.checkpoint.layout import FileLayout
 
 _WRITE_BYTES = 16 << 20
+_WRITE_THREADS = 4
 _LONGEST_UNSEEN = 30.0  # seconds until the folder that rank 0 made must be seen here, too
 _POLL_SECONDS = 0.05
 # A share's marker is renamed as the share gets on: that needs no space, and no message between ranks.
 OPEN, WRITTEN, SYNCED, FAILED = "open", "written", "synced", "failed"
+Entry = tuple[int, Tensor]  # byte offset in a file, elements
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,35 @@ def create_files(folder: Path, layouts: Sequence[FileLayout]) -> None:
 def write_share(folder: Path, layouts: Sequence[FileLayout], pieces: Iterable[Piece], rank: int) -> None:
     """Writes this rank's pieces (rank 0 the headers, too) and tells of it through its marker in `folder`.
 
-    An error is told through the marker, too; rank 0 decides what becomes of the save.
+    An error is told through the marker, too; rank 0 decides what becomes of the save. What is no OSError is
+    raised as well.
     """
     try:
         with open(_new_marker(folder, rank), "w") as marker:
-            by_file = _by_file(layouts, pieces, headers=rank == 0)
-            files = {name: os.open(folder / name, os.O_WRONLY) for name in by_file}
-            try:
-                ranges = {name: _write(files[name], by_file[name]) for name in by_file}
-                json.dump(ranges, marker)
-                marker.flush()
-                _rename_marker(folder, rank, OPEN, WRITTEN)
-                with ThreadPoolExecutor(4) as pool:
-                    list(pool.map(os.fsync, files.values()))
-            finally:
-                for file in files.values():
-                    os.close(file)
+            _write_files(folder, _by_file(layouts, pieces, headers=rank == 0), rank, marker)
         _rename_marker(folder, rank, WRITTEN, SYNCED)
     except OSError as error:
         _tell_of_failure(folder, rank, error)
+    except BaseException:
+        _tell_of_failure(folder, rank, OSError())
+        raise
+
+
+def _write_files(folder: Path, by_file: Mapping[str, list[Entry]], rank: int, marker: TextIO) -> None:
+    """Several at a time; each is synced as soon as it is written. The share is written when all are."""
+    with ExitStack() as opened, ThreadPoolExecutor(_WRITE_THREADS) as pool:
+        writes: dict[Future[list[tuple[int, int, int]]], str] = {}
+        files: dict[str, int] = {}
+        for name, entries in by_file.items():
+            files[name] = os.open(folder / name, os.O_WRONLY)
+            opened.callback(os.close, files[name])
+            writes[pool.submit(_write, files[name], entries)] = name
+        syncs = [pool.submit(os.fsync, files[writes[write]]) for write in as_completed(writes)]
+        json.dump({name: write.result() for write, name in writes.items()}, marker)
+        marker.flush()
+        _rename_marker(folder, rank, OPEN, WRITTEN)
+        for sync in syncs:
+            sync.result()
 
 
 def _new_marker(folder: Path, rank: int) -> int:
@@ -101,12 +115,10 @@ def read_share(folder: Path, rank: int) -> dict[str, list[Range]]:
     raise OSError(f"rank {rank} took back that it had written its part")
 
 
-def _by_file(
-    layouts: Sequence[FileLayout], pieces: Iterable[Piece], headers: bool
-) -> dict[str, list[tuple[int, Tensor]]]:
+def _by_file(layouts: Sequence[FileLayout], pieces: Iterable[Piece], headers: bool) -> dict[str, list[Entry]]:
     """File name -> (byte offset, elements), in the order of the file."""
     places = {key: (layout.name, offset) for layout in layouts for key, offset in layout.offsets.items()}
-    found: dict[str, list[tuple[int, Tensor]]] = {}
+    found: dict[str, list[Entry]] = {}
     if headers:
         for layout in layouts:
             found[layout.name] = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
@@ -119,7 +131,7 @@ def _by_file(
     return found
 
 
-def _write(descriptor: int, entries: list[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+def _write(descriptor: int, entries: list[Entry]) -> list[tuple[int, int, int]]:
     return [
         (offset, *_write_tensor(descriptor, offset, tensor)) for offset, tensor in entries if tensor.numel()
     ]

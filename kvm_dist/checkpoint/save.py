@@ -80,9 +80,9 @@ def begin_save(
 
 
 def finish_save(draft: Draft, ranks: int) -> CheckpointInfo:
-    """On rank 0, once it wrote its own share: wait for all shares, read everything back, put it into place.
+    """On rank 0, beside the writing of its own share: wait for all, read everything back, put it into place.
 
-    The files are hashed while other disks are still syncing; the manifest is written when all have synced.
+    The files are hashed while they are still syncing; the manifest is written when all have synced.
     Raises StorageError if any share failed or is not on the disk as it was written; the partial folder is
     removed then, and older checkpoints are untouched.
     """

@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 
 from kvm_dist.bench import step as bench_of_a_step
-from kvm_dist.bench.blocking import Cost, measure
+from kvm_dist.bench.blocking import Cost, measure, of_a_whole_step
 from kvm_dist.bench.checkpoint import CheckpointBench, bench_checkpoint
 from kvm_dist.bench.data import BATCH_SEQUENCES, bench_data
 from kvm_dist.bench.step import StepBench, bench_step, one_rank
 from kvm_dist.config import RunConfig
+from kvm_dist.exit_codes import StorageError
 from kvm_dist.plan import make_plan
 from parallel.world import World
 from tests.kvm_dist.data.corpus import write_folder
@@ -48,6 +49,12 @@ def rank() -> Iterator[Ranks]:
 
 def two_benches(world: World, config: RunConfig) -> tuple[StepBench, StepBench]:
     return bench_step(world, config, 2), bench_step(world, config, 1)
+
+
+def bench_checkpoint_on_a_full_disk(world: World, config: RunConfig) -> str:
+    with patch("kvm_dist.checkpoint.save.free_bytes", lambda _: 17), pytest.raises(StorageError) as caught:
+        bench_checkpoint(world, config, 1)
+    return str(caught.value)
 
 
 def phases_by_a_clock_that_ticks_when_read(world: World, config: RunConfig) -> dict[str, float]:
@@ -103,6 +110,19 @@ def test_a_save_is_told_as_a_share_of_the_step_it_holds_up(rank: Ranks, tmp_path
     assert "holds up 3.00% of a step (0.30 s; met)" in said
     assert "takes +0.0%" in said
     assert "wanted 5%" in str(Cost(1, 1, (10.0,), (0.6,), (10.0,)))
+
+
+def test_a_whole_step_has_more_tokens_and_a_rank_of_many_less_to_copy(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    cost = Cost(1, 96, (10.0,), (0.6,), (10.0,))  # 6 % of a step of one sequence
+    assert (config.train.batch_sequences, config.parallel.world_size) == (24, 4)
+    assert of_a_whole_step(cost, config).endswith("has 576 tokens on each of 4 ranks: by this 0.250%")
+
+
+def test_a_bench_whose_save_fails_says_so(rank: Ranks, tmp_path: Path) -> None:
+    (said,) = rank.run(bench_checkpoint_on_a_full_disk, one_rank(run_config(tmp_path / "runs")))
+    assert "round 1 failed" in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_text_becomes_shards_and_shards_become_batches(tmp_path: Path) -> None:

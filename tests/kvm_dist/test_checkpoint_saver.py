@@ -1,6 +1,8 @@
 """Saves beside the steps: the same bytes, one at a time, and errors told where a person sees them."""
 
+import itertools
 import logging
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import torch
 
 from kvm_dist import checkpointing
 from kvm_dist.checkpoint import newest_valid
+from kvm_dist.checkpoint import save as save_module
 from kvm_dist.checkpoint.layout import TensorSpec, lay_out
 from kvm_dist.checkpoint.load import load_checkpoint
 from kvm_dist.checkpoint.parts import Piece, create_files, read_share, write_share
@@ -98,6 +101,85 @@ def test_a_save_is_told_of_once_it_is_in_place_and_not_before(
     go.set()
     beside.finish()
     assert told == [(True, 1)]
+
+
+def test_the_memory_of_the_copy_is_made_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, engine = saver(tmp_path)
+
+    def no_more(*_: object, **__: object) -> None:
+        raise AssertionError("a save makes memory")
+
+    monkeypatch.setattr("kvm_dist.checkpoint.snapshot.torch.zeros", no_more)
+    monkeypatch.setattr("kvm_dist.checkpoint.snapshot.torch.empty", no_more)
+    beside.save(Counters(step=1), {}, last=True)
+    loaded = load_checkpoint(tmp_path / "step-00000001")
+    assert torch.equal(loaded.tensor("weight", "master").view(-1), engine.values)
+
+
+def test_a_save_is_read_back_while_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sync = threading.Event(), os.fsync
+    check = save_module._read_back
+
+    def sync_later(descriptor: int) -> None:
+        assert read.wait(30), "nothing is read back before all is synced"
+        sync(descriptor)
+
+    def read_back(*arguments: Any) -> Any:
+        read.set()
+        return check(*arguments)
+
+    monkeypatch.setattr(save_module, "_read_back", read_back)
+    monkeypatch.setattr("kvm_dist.checkpoint.parts.os.fsync", sync_later)
+    beside, _ = saver(tmp_path)
+    beside.save(Counters(step=1), {}, last=True)
+    assert read.is_set()
+
+
+def test_a_file_is_synced_while_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = lay_out("model", [TensorSpec(name, torch.float32, (2,)) for name in "ab"], 8)
+    create_files(tmp_path, layouts)
+    synced, sync, write = threading.Event(), os.fsync, os.pwrite
+
+    def tell(descriptor: int) -> None:
+        sync(descriptor)
+        synced.set()
+
+    def second_waits(descriptor: int, data: memoryview, offset: int) -> int:
+        if bytes(data) == bytes(8):
+            assert synced.wait(30), "no file is synced before all are written"
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr("kvm_dist.checkpoint.parts.os.fsync", tell)
+    monkeypatch.setattr("kvm_dist.checkpoint.parts.os.pwrite", second_waits)
+    write_share(tmp_path, layouts, [Piece("a", 0, torch.zeros(2)), Piece("b", 0, torch.ones(2))], 1)
+    assert sorted(read_share(tmp_path, 1)) == [layout.name for layout in layouts]
+
+
+def test_an_error_of_the_program_ends_the_save_at_once_and_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> None:
+        raise RuntimeError("a fault of the program")
+
+    beside, _ = saver(tmp_path)
+    monkeypatch.setattr("kvm_dist.checkpoint.parts._write", wrong)
+    beside.save(Counters(step=1), {}, last=False)
+    with pytest.raises(RuntimeError, match="a fault of the program"):
+        beside.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_older_saves_are_removed_after_the_clock_of_a_save_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(checkpointing, "prune", lambda *_, **__: next(ticks))
+    beside, _ = saver(tmp_path)
+    before = beside.save(Counters(step=1), {}, last=True)["checkpoint/save_seconds"]
+    assert before == 1.0
 
 
 def test_a_folder_that_another_node_shows_late_is_waited_for(tmp_path: Path) -> None:
