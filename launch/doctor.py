@@ -1,6 +1,5 @@
 """Checks of this machine before it is trusted with a run. Every finding that is not ok names its fix."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -20,30 +19,13 @@ from kvm_dist.load import load_config
 from launch.console import table_console
 from launch.doctor_data import check_data
 from launch.doctor_devices import check_devices
+from launch.doctor_versions import REQUIREMENTS, check_pairs, check_tested, check_versions
 from launch.finding import Finding
 from parallel.placement import Placement, threads_from_environment, world_from_environment
 
 TRACKING_TIMEOUT_SECONDS = 5.0
 LEAST_FREE_BYTES = 10 << 30
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-# distribution: lowest version, first version that is too new
-REQUIREMENTS: dict[str, tuple[str, str | None]] = {
-    "torch": ("2.10", "2.14"),
-    "triton": ("3.6", None),
-    "deepspeed": ("0.19.8", None),
-    "flash-linear-attention": ("0.6", None),
-    "transformers": ("5.6.2", "6"),
-    "webdataset": ("1.0", None),
-    "mlflow": ("3.17", None),
-    "submitit": ("1.5.3", None),
-    "safetensors": ("0.5", None),
-    "pydantic": ("2.10", None),
-}
-# distribution: first bad version, first good one again, why
-KNOWN_BAD: dict[str, tuple[str, str, str]] = {
-    "deepspeed": ("0.17.6", "0.19.4", "ZeRO-2 loses part of a gradient that is used twice in one backward"),
-}
 
 
 def run_doctor(config_path: Path | None, overrides: Sequence[str]) -> int:
@@ -85,41 +67,6 @@ def check_ranks(config: RunConfig, placement: Placement) -> Iterator[Finding]:
 
 def check_python(config: RunConfig) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-
-
-def check_versions(config: RunConfig) -> Iterator[Finding]:
-    for name, (lowest, too_new) in REQUIREMENTS.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name != "triton" or sys.platform == "linux":
-                yield Finding(name, "fail", "not installed", f"pip install '{name}>={lowest}'")
-            continue
-        yield judge_version(name, installed, lowest, too_new)
-
-
-def judge_version(name: str, installed: str, lowest: str, too_new: str | None) -> Finding:
-    """Whether `installed` is one of the versions that this program was tested with."""
-    version = release(installed)
-    wanted = f"pip install '{name}>={lowest}" + (f",<{too_new}'" if too_new else "'")
-    if name in KNOWN_BAD:
-        first, fixed, why = KNOWN_BAD[name]
-        if release(first) <= version < release(fixed):
-            return Finding(name, "fail", f"{installed}: {why}", wanted)
-    if version < release(lowest) or (too_new is not None and version >= release(too_new)):
-        return Finding(name, "fail", installed, wanted)
-    return Finding(name, "ok", installed)
-
-
-def release(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0); what follows the numbers does not count."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return (*numbers, *([0] * (4 - len(numbers))))
 
 
 def check_threads(config: RunConfig) -> Iterator[Finding]:
@@ -185,6 +132,8 @@ def _reach(uri: str) -> Finding:
 CHECKS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_python,
     check_versions,
+    check_pairs,
+    check_tested,
     check_devices,
     check_threads,
     check_run_root,

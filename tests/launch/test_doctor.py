@@ -1,20 +1,23 @@
 """The doctor finds what is wrong and names the fix."""
 
 import http.server
+import importlib.metadata
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from kvm_dist.config import RunConfig
-from launch import doctor, doctor_devices
-from launch.doctor import judge_version, release
+from launch import doctor, doctor_devices, doctor_versions
 from launch.doctor_data import check_data
 from launch.doctor_devices import check_devices, file_system, kernel_cache
 from launch.doctor_ranks import code_digest, differences
+from launch.doctor_versions import check_pairs, check_tested, check_versions, judge_version, release
 from launch.finding import Finding
 from tests.kvm_dist.data.corpus import small_dataset
+from tests.support.constraints import needed
 
 
 @pytest.mark.parametrize(
@@ -51,15 +54,76 @@ def test_releases_are_compared_as_numbers() -> None:
 
 
 def test_an_installed_environment_passes_and_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(finding.level == "ok" for finding in doctor.check_versions(RunConfig()))
-    monkeypatch.setattr(doctor, "REQUIREMENTS", {"no-such-package-here": ("1", None)})
-    (finding,) = doctor.check_versions(RunConfig())
+    assert all(finding.level == "ok" for finding in check_versions(RunConfig()))
+    monkeypatch.setattr(doctor_versions, "REQUIREMENTS", {"no-such-package-here": ("1", None)})
+    (finding,) = check_versions(RunConfig())
     assert (finding.level, finding.fix) == ("fail", "pip install 'no-such-package-here>=1'")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """An installation of the tested versions, but for some."""
+    installed = doctor_versions.tested_versions()
+    installed |= {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
+
+
+def verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    monkeypatch.setattr(doctor, "CHECKS", (check_versions, check_pairs, check_tested))
+    code = doctor.run_doctor(None, [])
+    return code, " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_the_tested_versions_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    code, said = verdict(monkeypatch, capsys)
+    assert code == 0
+    assert f"all {len(doctor_versions.REQUIREMENTS)} as in constraints.txt" in said
+
+
+@pytest.mark.parametrize(
+    ("versions", "code", "words"),
+    [
+        ({"fla_core": "0.5.1"}, 70, ["flash-linear-attention 0.6.0 wants fla-core==0.6.0", "0.5.1"]),
+        ({"safetensors": "0.7.0"}, 70, ["transformers", "wants safetensors>=", "installed is 0.7.0"]),
+        ({"deepspeed": "0.19.2"}, 70, ["ZeRO-2 loses part of a gradient"]),
+        ({"mlflow": "3.99.0"}, 0, ["mlflow 3.99.0 (tested: "]),
+    ],
+)
+def test_versions_that_do_not_go_together_fail_and_untested_ones_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    versions: dict[str, str],
+    code: int,
+    words: list[str],
+) -> None:
+    pretend(monkeypatch, **versions)
+    found, said = verdict(monkeypatch, capsys)
+    assert found == code, said
+    for word in words:
+        assert word in said
+
+
+def test_a_pair_is_judged_by_what_it_says_for_this_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA build of torch pins its triton."""
+    asked = {"torch": ['triton==3.7.0; platform_system == "Linux"', 'triton<1; platform_system == "Windows"']}
+    asked["torch"] += ['pydantic<1; extra == "opt"', "numpy", "triton!=3.8.*", "triton (>=3)"]
+    pretend(monkeypatch, triton="3.9.0")
+    monkeypatch.setattr("importlib.metadata.requires", asked.get)
+    (finding,) = check_pairs(RunConfig())
+    assert (finding.level, finding.fix) == ("fail", "pip install 'triton==3.7.0'")
+
+
+def test_every_dependency_has_a_tested_version() -> None:
+    lines = importlib.metadata.requires("kvm-dist") or []
+    direct = {Requirement(line).name for line in lines if "extra ==" not in line}
+    assert direct <= doctor_versions.tested_versions().keys() & needed().keys()
 
 
 def test_the_doctor_asks_for_the_versions_that_the_installation_takes() -> None:
     installed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for name, (lowest, too_new) in doctor.REQUIREMENTS.items():
+    for name, (lowest, too_new) in doctor_versions.REQUIREMENTS.items():
         wanted = f'"{name}>={lowest}' + (f",<{too_new}" if too_new else "")
         assert f'{wanted}"' in installed or f"{wanted};" in installed, wanted
 
