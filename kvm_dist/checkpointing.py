@@ -78,7 +78,7 @@ class CheckpointSaver:
         self._step, self._begun = counters.step, begun
         owned = self.engine.owned_tensors()
         specs, rng = rng_contents(collectives.gather_objects(capture_rng(self.world.device)))
-        layouts = tensor_layouts(owned, GIBIBYTE) + lay_out("rng", specs, GIBIBYTE)
+        layouts = tensor_layouts(owned) + lay_out("rng", specs, GIBIBYTE)
         draft, problem = self._begin(counters, metrics, layouts)
         folder, problem = collectives.broadcast_object((draft.partial if draft else None, problem))
         if folder is not None:

@@ -17,6 +17,8 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_FILES = 16
+_SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ def lay_out(stem: str, specs: Sequence[TensorSpec], part_bytes: int) -> list[Fil
         return [_file(f"{stem}.safetensors", parts[0])]
     names = [f"{stem}-{index + 1:05d}-of-{len(parts):05d}.safetensors" for index in range(len(parts))]
     return [_file(name, part) for name, part in zip(names, parts, strict=True)]
+
+
+def part_size(total: int) -> int:
+    """Of files of a checkpoint of `total` bytes: enough files to work at side by side, none of them tiny."""
+    return min(max(total // _FILES, _SMALLEST_PART), _LARGEST_PART)
 
 
 def _parts(specs: Sequence[TensorSpec], part_bytes: int) -> Iterator[list[TensorSpec]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvm_dist.checkpoint.layout import FileLayout, TensorSpec, lay_out
+from kvm_dist.checkpoint.layout import FileLayout, TensorSpec, lay_out, part_size
 from kvm_dist.checkpoint.parts import Piece
 from parallel.engine.deepspeed import OwnedTensors
 
@@ -76,7 +76,7 @@ def _joined(run: Sequence[Tensor]) -> Tensor:
     return run[0].as_strided((sum(view.numel() for view in run),), (1,))
 
 
-def tensor_layouts(owned: Sequence[OwnedTensors], part_bytes: int) -> list[FileLayout]:
+def tensor_layouts(owned: Sequence[OwnedTensors]) -> list[FileLayout]:
     """Weights under their own name, everything else as KIND.NAME beside them.
 
     A master is left out where the weight has its dtype.
@@ -89,7 +89,8 @@ def tensor_layouts(owned: Sequence[OwnedTensors], part_bytes: int) -> list[FileL
             kinds.insert(0, "master")
         rest += [TensorSpec(f"{kind}.{tensors.name}", torch.float32, tensors.shape) for kind in kinds]
         rest.append(TensorSpec(f"step.{tensors.name}", torch.float32, ()))
-    return lay_out("model", weights, part_bytes) + lay_out("optimizer", rest, part_bytes)
+    size = part_size(sum(spec.bytes for spec in weights + rest))
+    return lay_out("model", weights, size) + lay_out("optimizer", rest, size)
 
 
 def owned_pieces(taken: TakenTensors) -> Iterator[Piece]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvm_dist.checkpoint import Manifest, list_checkpoints, newest_valid, prune, verify_checkpoint
+from kvm_dist.checkpoint.layout import part_size
 from kvm_dist.checkpoint.load import load_checkpoint
 from kvm_dist.checkpoint.rng import capture_rng, restore_rng, seed_rng
 from kvm_dist.exit_codes import StorageError
@@ -68,6 +69,13 @@ def test_a_large_model_is_cut_into_parts_of_bounded_size(tmp_path: Path) -> None
     assert parts == [f"optimizer-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
     whole = verify_checkpoint(save_sample(tmp_path / "whole", 1, part_bytes=1 << 30).path).files
     assert {"model.safetensors", "optimizer.safetensors", "rng.safetensors"} <= set(whole)
+
+
+def test_files_are_many_enough_to_work_at_side_by_side_and_neither_tiny_nor_huge() -> None:
+    mebi = 1 << 20
+    assert part_size(0) == part_size(16 * 64 * mebi) == 64 * mebi
+    assert part_size(16 * 100 * mebi) == 100 * mebi
+    assert part_size(10**12) == 1024 * mebi
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit flipped", "deleted", "replaced by a link"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvm_dist.checkpoint.snapshot import Snapshot
+from kvm_dist.checkpoint.snapshot import Snapshot, tensor_layouts
 from parallel.engine.deepspeed import OwnedTensors
 
 
@@ -68,3 +68,12 @@ def test_memory_is_made_once() -> None:
         ((_, copies),) = snapshot.take(tensors)
         places.add(copies["master"].data_ptr())
     assert len(places) == 1
+
+
+def test_the_files_of_a_model_are_of_about_one_size() -> None:
+    model = [
+        OwnedTensors(str(i), torch.float32, (1 << 20, 8), 0, {}) for i in range(64)
+    ]  # 6 GiB with moments
+    layouts = tensor_layouts(model)
+    assert len(layouts) == 18
+    assert max(layout.size for layout in layouts) < (400 << 20)
