@@ -19,6 +19,7 @@ from kvm_dist.load import load_config
 from launch.console import table_console
 from launch.doctor_data import check_data
 from launch.doctor_devices import check_devices
+from launch.doctor_engine import check_engine
 from launch.doctor_versions import REQUIREMENTS, check_pairs, check_tested, check_versions
 from launch.finding import Finding
 from parallel.placement import Placement, threads_from_environment, world_from_environment
@@ -139,4 +140,4 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_run_root,
     check_tracking,
 )
-CHECKS_OF_A_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (check_data,)
+CHECKS_OF_A_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (check_data, check_engine)

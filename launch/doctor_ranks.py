@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvm_dist.config import RunConfig
+from launch.doctor_engine import engine_verdict
 from parallel.placement import Placement
 
 Facts = Mapping[str, str]
@@ -34,7 +35,8 @@ def compare_ranks(
     world = join_world(parallel, config.device)
     try:
         gathered = collectives.gather_objects(facts(str(world.device), packages))
-        return [*differences(gathered), *_links(world.size, str(world.device))]
+        links = _links(world.size, str(world.device))
+        return [*differences(gathered), *links, ("engine", *engine_verdict(config, world))]
     finally:
         leave_world()
 

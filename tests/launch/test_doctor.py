@@ -2,17 +2,21 @@
 
 import http.server
 import importlib.metadata
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from kvm_dist.config import RunConfig
-from launch import doctor, doctor_devices, doctor_versions
+from launch import doctor, doctor_devices, doctor_engine, doctor_versions
 from launch.doctor_data import check_data
 from launch.doctor_devices import check_devices, file_system, kernel_cache
+from launch.doctor_engine import check_engine
 from launch.doctor_ranks import code_digest, differences
 from launch.doctor_versions import check_pairs, check_tested, check_versions, judge_version, release
 from launch.finding import Finding
@@ -287,3 +291,33 @@ def test_ranks_that_differ_are_told_apart() -> None:
     assert version[:2] == ("torch", "2.13 on rank 0, 1 (a); 2.12 on rank 2 (b)")
     assert variable[:2] == ("NCCL_DEBUG", "not set on rank 0, 1 (a); WARN on rank 2 (b)")
     assert "every node" in version[2]
+
+
+def test_the_engine_is_compared_with_plain_torch(tmp_path: Path) -> None:
+    """In a process of its own: deepspeed keeps the groups of the first world that a process joins."""
+    config = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    command = [sys.executable, "-m", "launch.cli", "doctor", str(config), "parallel.precision=bfloat16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = " ".join(done.stdout.replace("│", " ").split())
+    assert "engine ok a step of 1 ranks, ZeRO-1, bfloat16 is off from plain torch by" in said
+
+
+def test_an_engine_that_is_off_or_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_engine, "engine_verdict", lambda *_: ("off by 0.3", doctor_engine.FIX))
+    (finding,) = check_engine(RunConfig(device="cpu"))
+    assert (finding.level, finding.fix) == ("fail", doctor_engine.FIX)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("an op was not built")
+
+    monkeypatch.setattr(doctor_engine, "engine_verdict", broken)
+    (finding,) = check_engine(RunConfig(device="cpu"))
+    assert (finding.level, finding.found) == ("fail", "RuntimeError: an op was not built")
+    assert not dist.is_initialized()
+
+
+def test_ranks_of_several_leave_the_engine_to_when_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert list(check_engine(RunConfig())) == []
