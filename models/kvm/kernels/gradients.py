@@ -60,8 +60,8 @@ class Gradients:
     @property
     def temperatures(self) -> Tensor:
         """[H, 2] of the state's and the window's."""
-        of_queries = self.row_temperatures.view(-1, self.call.heads * self.call.group, 2).sum(dim=0)
-        return of_queries.view(self.call.heads, -1, 2).sum(dim=1)
+        by_batch = self.row_temperatures.clone().view(-1, self.call.heads * self.call.group, 2)
+        return _summed(_summed(by_batch).view(self.call.heads, -1, 2).transpose(0, 1))
 
     def window(self, begin: int, end: int) -> None:
         """Add to dk, dv of the keys [begin, end) what this call's queries send through the window."""
@@ -145,7 +145,7 @@ class Gradients:
             **call.widths,
         )  # fmt: skip
         first = states.first_row * call.group
-        self.row_temperatures[first : first + rows] += shares.sum(dim=0)
+        self.row_temperatures[first : first + rows] += _summed(shares)
 
     def _slots(self, states: Snapshots) -> SlotTensors:
         """What each snapshot's reader sends to it, [snapshots, rows, slots, .]."""
@@ -222,6 +222,19 @@ class Gradients:
             **call.widths,
         )  # fmt: skip
         self.norm += shares.sum(dim=0)
+
+
+def _summed(parts: Tensor) -> Tensor:
+    """Over the first dim, by halves, written over `parts`.
+
+    The order in which `torch.sum` adds depends on how many columns lie beside each other, and so the bits of
+    a head's sum on how many heads are in the call.
+    """
+    while (count := len(parts)) > 1:
+        kept = (count + 1) // 2
+        parts[: count - kept] += parts[kept:]
+        parts = parts[:kept]
+    return parts[0]
 
 
 class _SegmentStarts:
