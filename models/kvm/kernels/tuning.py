@@ -246,9 +246,11 @@ def route_share(tile: Tile, target: Target, chunk: int, rows: int, slots: int) -
 def ranked_at_once(target: Target, padded_chunk: int) -> int:
     """Scores that each of a chunk's tokens is compared with at once, when some open slots.
 
-    On AMD a comparison's outcome takes two scalar registers, of which there are about a hundred.
+    As many as registers hold: on AMD a comparison's outcome takes two scalar ones, of which there are about
+    a hundred. What is found does not depend on it.
     """
-    return min(SMALLEST_DOT, 1024 // padded_chunk) if target.backend == "hip" else SMALLEST_DOT
+    comparisons = 1024 if target.backend == "hip" else 4096
+    return min(SMALLEST_DOT, comparisons // padded_chunk)
 
 
 def route_programs(target: Target, shape: Shape, chunk: int, rows: int, slots: int) -> int:
