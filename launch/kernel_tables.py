@@ -61,7 +61,7 @@ def _compiled(rows: list[CompileRow]) -> Table:
         matrix = ", ".join(f"{name} {count}" for name, count in row.matrix_instructions.items() if count)
         table.add_row(
             row.kernel,
-            row.target,
+            row.target if row.memory == "buffers" else f"{row.target}, {row.memory}",
             row.dtype,
             *(str(number) for number in (row.width, row.chunk, row.registers, row.spills)),
             f"{row.shared_bytes / 1024:.1f}",

@@ -1,17 +1,20 @@
 """Compiling kernels for a GPU that is not here: what a call would launch, built for a named target."""
 
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.compiler import ASTSource, make_backend
 
 from models.kvm.kernels.launch import Launch
 from models.kvm.kernels.tuning import Target
@@ -29,6 +32,12 @@ ELEMENT_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+# How AMD's compiler is told that memory is reached: by buffer operations where a tensor takes less than
+# 2 GiB, by them where it can itself prove that they reach as far, or not at all, as Triton's users ask it to
+# where it fails with them. NVIDIA's compiler knows no difference.
+Memory = Literal["buffers", "tensors of 2 GiB", "no buffers"]
+NO_BUFFERS = ("AMDGCN_USE_BUFFER_OPS", "0")
+BUFFER_INSTRUCTION = r"\bbuffer_(?:load|store)_"
 MATRIX_INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
@@ -49,15 +58,18 @@ class Compiled:
     warps: int
     instructions: int  # lines of machine code
     matrix_instructions: dict[str, int]
+    buffer_instructions: int
 
     @property
     def uses_matrix_units(self) -> bool:
         return bool(self.matrix_instructions)
 
 
-def compile_launch(launch: Launch) -> Compiled:
+def compile_launch(launch: Launch, memory: Memory = "buffers") -> Compiled:
     target = GPU_TARGETS[launch.target.name]
-    built = triton.compile(_source(launch), target=target, options=launch.tile.options(launch.target))
+    with _reached_by(memory):
+        source = _source(launch, make_backend(target), large=memory == "tensors of 2 GiB")
+        built = triton.compile(source, target=target, options=launch.tile.options(launch.target))
     text = built.asm["ptx"] if target.backend == "cuda" else built.asm["amdgcn"]
     found = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX_INSTRUCTIONS.items()}
     registers, spills = _cuda_usage(built) if target.backend == "cuda" else _hip_usage(text)
@@ -70,11 +82,29 @@ def compile_launch(launch: Launch) -> Compiled:
         launch.tile.warps,
         _instructions(text, launch.target),
         {name: count for name, count in found.items() if count},
+        len(re.findall(BUFFER_INSTRUCTION, text)),
     )
 
 
-def _source(launch: Launch) -> ASTSource:
-    """The kernel as a launch would specialise it: on pointers that are multiples of 16, and no number."""
+@contextmanager
+def _reached_by(memory: Memory) -> Iterator[None]:
+    name, off = NO_BUFFERS
+    before = os.environ.pop(name, None)
+    if memory == "no buffers":
+        os.environ[name] = off
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _source(launch: Launch, backend: BaseBackend, large: bool) -> ASTSource:
+    """The kernel as a launch would specialise it: on pointers that are multiples of 16, and no number.
+
+    large: as for tensors of 2 GiB and more.
+    """
     names = launch.kernel.arg_names
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -82,7 +112,8 @@ def _source(launch: Launch) -> ASTSource:
     for i, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
         if isinstance(value, Tensor):
             signature[name] = "*" + ELEMENT_NAMES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            found = backend.get_tensor_specialization(value, align=True)
+            attributes[(i,)] = backend.parse_attr(found.replace("S", "") if large else found)
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:

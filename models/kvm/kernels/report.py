@@ -5,10 +5,11 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from typing import get_args
 
 import torch
 
-from models.kvm.kernels.compile import Compiled, compile_launch
+from models.kvm.kernels.compile import Compiled, Memory, compile_launch
 from models.kvm.kernels.roofline import RooflineRow, roofline
 from models.kvm.kernels.samples import ShapeClass, sample_launches
 from models.kvm.kernels.tuning import TARGETS, Target
@@ -35,6 +36,8 @@ class CompileRow:
     instructions: int
     matrix_instructions: dict[str, int]
     occupancy: float  # at most, as a share of the warps or waves that a unit can hold
+    memory: Memory
+    buffer_instructions: int
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -46,7 +49,8 @@ Rows = Future[list[CompileRow]]
 def shape_classes(every: bool = True) -> list[ShapeClass]:
     """Those that take every row of `tuning.py`, slowest to compile first; False: the published shape alone.
 
-    Chunks of 512 and float16, which share their rows with others, come once for each vendor.
+    Chunks of 512 and float16, which share their rows with others, come once for each vendor, and the other
+    ways to reach memory once for each of AMD's.
     """
     published = [ShapeClass(name, *PUBLISHED) for name in GPU_NAMES]
     if not every:
@@ -64,6 +68,8 @@ def shape_classes(every: bool = True) -> list[ShapeClass]:
     ]
     for name in ("sm_90", "gfx942"):
         others += [ShapeClass(name, torch.float16, 128), ShapeClass(name, *PUBLISHED, chunk=512)]
+    for name in ("gfx942", "gfx950"):
+        others += [ShapeClass(name, *PUBLISHED, memory=memory) for memory in get_args(Memory)[1:]]
     return [*others, *published]
 
 
@@ -99,7 +105,7 @@ def compile_class(one: ShapeClass) -> list[CompileRow]:
 def _rows(one: ShapeClass) -> Iterator[CompileRow]:
     target = TARGETS[one.target]
     for launch in sample_launches(target, one.dtype, one.width, one.chunk):
-        yield _row(compile_launch(launch), target, one)
+        yield _row(compile_launch(launch, one.memory), target, one)
 
 
 def _row(compiled: Compiled, target: Target, one: ShapeClass) -> CompileRow:
@@ -116,6 +122,8 @@ def _row(compiled: Compiled, target: Target, one: ShapeClass) -> CompileRow:
         compiled.instructions,
         compiled.matrix_instructions,
         occupancy(compiled, target),
+        one.memory,
+        compiled.buffer_instructions,
     )
 
 

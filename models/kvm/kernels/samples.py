@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from models.budget import FixedBudget, PowerLawBudget, SlotBudget
+from models.kvm.kernels.compile import Memory
 from models.kvm.kernels.launch import Launch, recorded_launches
 from models.kvm.kernels.tuning import Target
 from models.kvm.ops import kvm_attention
@@ -23,9 +24,11 @@ class ShapeClass:
     dtype: torch.dtype
     width: int
     chunk: int = 256
+    memory: Memory = "buffers"
 
     def __str__(self) -> str:
-        return f"{self.target} {str(self.dtype).removeprefix('torch.')} D={self.width} C={self.chunk}"
+        name = f"{self.target} {str(self.dtype).removeprefix('torch.')} D={self.width} C={self.chunk}"
+        return name if self.memory == "buffers" else f"{name}, {self.memory}"
 
 
 def sample_launches(target: Target, dtype: torch.dtype, width: int, chunk: int = 256) -> list[Launch]:

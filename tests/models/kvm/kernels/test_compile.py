@@ -74,6 +74,15 @@ def test_kernels_fit_do_not_spill_and_use_matrix_units(one: ShapeClass, compiled
             assert bool(row.matrix_instructions) == (row.kernel in WITH_PRODUCTS), row
 
 
+@pytest.mark.parametrize("one", [one for one in WANTED if TARGETS[one.target].backend == "hip"], ids=str)
+def test_amd_gpus_reach_memory_as_a_launch_would_have_it(one: ShapeClass, compiled: Compiled) -> None:
+    for row in compiled[one].result():
+        if one.memory == "buffers":
+            assert row.buffer_instructions > 0, row
+        elif one.memory == "no buffers":
+            assert row.buffer_instructions == 0, row
+
+
 @pytest.mark.parametrize("one", WANTED, ids=str)
 def test_estimates_of_shared_memory_are_no_smaller_than_what_the_compiler_takes(
     one: ShapeClass, compiled: Compiled
