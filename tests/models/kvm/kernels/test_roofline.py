@@ -43,5 +43,5 @@ def test_the_decoded_token_reads_the_state_once() -> None:
 def test_occupancy_is_bounded_by_registers_and_shared_memory(
     name: str, registers: int, shared: int, warps: int, wanted: float
 ) -> None:
-    compiled = Compiled("read_kernel", name, registers, 0, shared, warps, 0, {})
+    compiled = Compiled("read_kernel", name, registers, 0, shared, warps, 0, {}, 0)
     assert occupancy(compiled, TARGETS[name]) == wanted
