@@ -29,7 +29,8 @@ class Reporter:
 
     def step_metrics(self, counters: Counters, outcome: StepOutcome) -> dict[str, float]:
         self._productive_seconds += outcome.seconds
-        return {
+        of_host = {} if outcome.host_fraction is None else {"perf/host_fraction": outcome.host_fraction}
+        return of_host | {
             "train/loss": outcome.loss,
             "train/grad_norm": outcome.gradient_norm,
             "train/learning_rate": outcome.learning_rate,

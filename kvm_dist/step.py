@@ -11,6 +11,7 @@ from torch import Tensor
 from kvm_dist.config import RunConfig
 from kvm_dist.data.loader import MicroBatch
 from kvm_dist.exit_codes import DataError, NotFinite
+from kvm_dist.host_clock import HostClock
 from kvm_dist.optim.schedule import group_rates, schedule_factor
 from kvm_dist.sequence_split import SequenceSplit
 from models.loss import IGNORED_LABEL, token_losses
@@ -32,7 +33,11 @@ class StepDropped(NotFinite):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """loss: mean over all valid tokens of the step, in nats; the same on every rank, as is `stop`."""
+    """loss: mean over all valid tokens of the step, in nats; the same on every rank, as is `stop`.
+
+    host_fraction: of forward and backward, in which this rank's host started work and did not wait for the
+    device; None on a CPU.
+    """
 
     loss: float
     gradient_norm: float
@@ -40,6 +45,7 @@ class StepOutcome:
     tokens: int
     seconds: float
     stop: bool
+    host_fraction: float | None = None
 
 
 class TrainStep:
@@ -59,6 +65,7 @@ class TrainStep:
         self.groups = groups
         self.split = split
         self.beat = beat
+        self._host = HostClock(split.device)
 
     def __call__(
         self,
@@ -86,7 +93,9 @@ class TrainStep:
                 "`kvm-dist data check`, delete them and run `kvm-dist data prepare` again; the same command "
                 "then goes on from the last checkpoint"
             )
+        self._host.begin()
         loss, stop = self._backward(local, tokens, stop_requested, loss_limit)
+        host_fraction = self._host.fraction()
         if not math.isfinite(loss) and self.config.train.not_finite == "halt":
             raise NotFinite(self._not_finite_message(step, f"the loss is {loss}"))
         self.beat("optimizer")
@@ -107,6 +116,7 @@ class TrainStep:
             tokens=tokens,
             seconds=time.perf_counter() - begun,
             stop=stop,
+            host_fraction=host_fraction,
         )
 
     def _valid_tokens(self, labels: list[Tensor]) -> int:
@@ -133,13 +143,18 @@ class TrainStep:
             total += loss_sum.detach()
             if number == len(local) - 1 and loss_limit is not None:
                 self.beat("reduce")
-                if float(collectives.sum(total.clone())) / tokens > loss_limit:
+                so_far = collectives.sum(total.clone())
+                with self._host.waiting():
+                    too_much = float(so_far) / tokens > loss_limit
+                if too_much:
                     loss_sum = loss_sum * math.nan
             self.beat("backward")
             self.engine.backward(loss_sum / tokens)
         self.beat("reduce")
         shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
-        return float(shared[0]) / tokens, bool(shared[1])
+        with self._host.waiting():
+            loss_of_all, stop = shared.tolist()
+        return loss_of_all / tokens, bool(stop)
 
     def _factor(self, step: int) -> float:
         return schedule_factor(self.config.schedule, step, self.config.train.steps)
