@@ -1,5 +1,6 @@
 """Compiling what training launches, on one rank alone: before any rank waits for another in a collective."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -8,10 +9,12 @@ import torch
 from models.backbone import Block
 from models.budget import FixedBudget, PowerLawBudget
 from models.config import KVMConfig, ModelConfig
+from models.kvm.kernels.launch import refused_by_compiler
 from parallel.sequence.context import SequenceContext, WholeSequence
 from parallel.sequence.recorded import ZeroExchange
 
 TOKENS = 1024  # of kinds whose kernels do not depend on how many there are
+BUFFERS = "AMDGCN_USE_BUFFER_OPS"  # AMD's compiler asks it
 PARAMETER = 0.01  # nothing is learned, and all is finite
 
 
@@ -23,16 +26,37 @@ def warm_up(
 ) -> None:
     """Forward and backward of a layer of every kind. Layers of one kind launch the same kernels.
 
-    dtype: of the weights. No random number is drawn. said: is told what is ready.
+    dtype: of the weights. No random number is drawn. said: is told what is ready. Raises ValueError for
+    kernels that this GPU's compiler refuses.
     """
     for kind in dict.fromkeys(config.layer_kinds):
         begun = time.perf_counter()
         own = config.model_copy(update={"layers": [kind], "num_layers": 1})
-        for one, tokens, context in _calls(own, kind):
-            _step(one, tokens, context, device, dtype)
+        try:
+            for one, tokens, context in _calls(own, kind):
+                _step(one, tokens, context, device, dtype)
+        except Exception as error:
+            if device.type != "cuda" or not refused_by_compiler(error):
+                raise
+            raise ValueError(_refusal(kind, config, error)) from error
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         said(f"{kind}: kernels ready after {time.perf_counter() - begun:.0f} s")
+
+
+def _refusal(kind: str, config: ModelConfig, error: Exception) -> str:
+    """Triton 3.6 on ROCm 7 is known to fail at buffer operations of other people's kernels."""
+    ways = []
+    if kind in config.kinds_with_backends():
+        ways.append(f"use model.{kind}.backend=torch")
+    if torch.version.hip and os.environ.get(BUFFERS, "1") != "0":
+        ways.append(
+            f"set {BUFFERS}=0 (slurm.environment), and let `kvm-dist bench kvm --device cuda` check that "
+            "results are still right"
+        )
+    ways.append("try another version of Triton")
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"the kernels of {kind} layers do not compile on this GPU ({said}): {', or '.join(ways)}"
 
 
 class _BetweenRanks(WholeSequence):

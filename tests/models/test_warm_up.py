@@ -78,3 +78,28 @@ def test_every_kind_warms_up_and_draws_no_random_number(kind: str) -> None:
     warm_up(tiny_config([kind, "kvm", kind]), CPU, torch.bfloat16, said.append)
     assert torch.equal(torch.get_rng_state(), before)
     assert [line.split(":")[0] for line in said] == list(dict.fromkeys([kind, "kvm"]))
+
+
+@pytest.mark.parametrize(
+    ("rocm", "switched_off", "remedies"),
+    [(None, False, 2), ("7.0", False, 3), ("7.0", True, 2)],
+)
+def test_a_refusal_of_the_compiler_names_the_kind_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, rocm: str | None, switched_off: bool, remedies: int
+) -> None:
+    pytest.importorskip("triton")
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr("models.warm_up._step", refused)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.delenv("AMDGCN_USE_BUFFER_OPS", raising=False)
+    if switched_off:
+        monkeypatch.setenv("AMDGCN_USE_BUFFER_OPS", "0")
+    with pytest.raises(ValueError, match=r"kernels of gla layers do not compile .*PassManager") as raised:
+        warm_up(tiny_config(["gla"]), torch.device("cuda"), torch.bfloat16)
+    assert "model.gla.backend=torch" in str(raised.value)
+    assert ("AMDGCN_USE_BUFFER_OPS=0" in str(raised.value)) == (remedies == 3)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        warm_up(tiny_config(["gla"]), CPU, torch.bfloat16)
