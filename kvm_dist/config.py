@@ -71,6 +71,12 @@ class TrainConfig(FrozenConfig):
     )
     batch_sequences: int = Field(64, ge=1, description="sequences of one optimizer step, over all ranks")
     accumulation: int = Field(1, ge=1, description="micro-batches of one step")
+    loss_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a rank whose logits are formed at a time, once more in the backward, for long "
+        "sequences and large vocabularies; null: all of a micro-batch",
+    )
     log_every_steps: int = Field(1, ge=1)
     deterministic: bool = Field(True, description="torch.use_deterministic_algorithms")
     not_finite: Literal["halt", "skip", "rollback"] = Field(

@@ -76,6 +76,8 @@ def make_plan(config: RunConfig, tokens_per_second: float | None = None) -> Plan
     tokens_per_step = config.train.batch_sequences * config.data.sequence_length
     tokens = tokens_per_step * config.train.steps
     flops = _train_factor(config.model) * costs.mean_token_flops
+    if config.train.loss_chunk is not None:
+        flops += costs.head_token_flops
     checkpoint = costs.parameters * (8 + (4 if width == 4 else 4 + width))
     return Plan(
         name=config.name,

@@ -6,8 +6,10 @@ of a number of the model's dtype (2 or 4) and the ZeRO stage z:
     weights             b P, shared by N if z = 3
     masters and moments (4 P if z > 0) + 8 P, shared by N if z >= 1
     gradients           4 P, shared by N if z >= 2
-    activations         t (4 V + what the layers keep of a token for the backward), V the vocabulary
-    working             the larger of: t times gradients of the logits; t times what one layer computes again
+    activations         t (4 V + what the layers keep of a token for the backward), V the vocabulary; without
+                        4 V where the loss is taken in chunks
+    working             the larger of: t times gradients of the logits, or the logits of a chunk with theirs;
+                        t times what one layer computes again
     states              received from the rank or node before, copies of all that a step sends, and of
                         one layer at work the state and its gradient
 
@@ -52,15 +54,17 @@ def rank_memory(
     masters = 0 if stage == 0 else 4 * count  # stage 0 updates the float32 weights themselves
     start, stop = shards.spans[rank]
     tokens = sequences * (stop - start)
-    kept = costs.saved_token_bytes + 4 * config.model.vocab_size
-    logits = (4 if width == 4 else 4 + width) * config.model.vocab_size
+    chunk, vocabulary = config.train.loss_chunk, config.model.vocab_size
+    kept = costs.saved_token_bytes + (4 * vocabulary if chunk is None else 0)
+    gradients = 4 if width == 4 else 4 + width
+    logits = vocabulary * (tokens * gradients if chunk is None else min(chunk, tokens) * (4 + gradients))
     recomputed = max(layer.recomputed_token_bytes for layer in costs.layers)
     return MemoryPlan(
         weights=width * count // (ranks if stage == 3 else 1),
         masters_and_moments=(masters + 8 * count) // (ranks if stage else 1),
         gradients=4 * count // (ranks if stage >= 2 else 1),
         activations=tokens * kept + sequences * _keys_of_ranks_before(config, shards, rank),
-        working=tokens * max(logits, recomputed),
+        working=max(logits, tokens * recomputed),
         states=sequences * _states(config, shards, sent, rank),
     )
 

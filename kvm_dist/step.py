@@ -138,8 +138,7 @@ class TrainStep:
         total = torch.zeros((), dtype=torch.float64, device=self.split.device)
         for number, (inputs, labels) in enumerate(local):
             self.beat("forward")
-            # No name for the logits: the backward makes as many gradients, and need not find them there.
-            loss_sum, _ = token_losses(self.engine.module(inputs, self.split.context(number)), labels)
+            loss_sum = self._loss_sum(inputs, labels, number)
             total += loss_sum.detach()
             if number == len(local) - 1 and loss_limit is not None:
                 self.beat("reduce")
@@ -155,6 +154,14 @@ class TrainStep:
         with self._host.waiting():
             loss_of_all, stop = shared.tolist()
         return loss_of_all / tokens, bool(stop)
+
+    def _loss_sum(self, inputs: Tensor, labels: Tensor, micro_batch: int) -> Tensor:
+        context, chunk = self.split.context(micro_batch), self.config.train.loss_chunk
+        if chunk is not None:
+            in_chunks: Tensor = self.engine.module(inputs, context, labels, chunk)
+            return in_chunks
+        # No name for the logits: the backward makes as many gradients, and need not find them there.
+        return token_losses(self.engine.module(inputs, context), labels)[0]
 
     def _factor(self, step: int) -> float:
         return schedule_factor(self.config.schedule, step, self.config.train.steps)

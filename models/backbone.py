@@ -8,6 +8,7 @@ from models.initialise import orthogonal_, uniform_
 from models.layers.attention import NORM_EPS
 from models.layers.feed_forward import FeedForward
 from models.layers.mixer import build_mixer
+from models.loss import loss_in_chunks
 from parallel.sequence.context import SequenceContext
 
 
@@ -43,9 +44,22 @@ class Backbone(nn.Module):
         self.norm_head = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
-        """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V]."""
-        return self.head(self.features(input_ids, context))
+    def forward(
+        self,
+        input_ids: Tensor,
+        context: SequenceContext,
+        labels: Tensor | None = None,
+        loss_chunk: int | None = None,
+    ) -> Tensor:
+        """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V].
+
+        With labels [B, T] the sum of the losses against them, 0-dim: of `loss_chunk` tokens at a time, so
+        that the logits of all tokens are never there at once.
+        """
+        features = self.features(input_ids, context)
+        if labels is None:
+            return self.head(features)
+        return loss_in_chunks(self.head, features, labels, loss_chunk or labels.numel())
 
     def features(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
         """What the head reads: input_ids [B, T] -> [B, T, d], normed."""

@@ -42,6 +42,7 @@ class Layout:
     truncate_gradients: bool = False
     alternate: bool = False
     head_parallel: int = 1
+    loss_chunk: int | None = None
     layers: tuple[str, ...] = tuple(HYBRID)
 
     @property
@@ -162,7 +163,12 @@ def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, Sequen
     config = RunConfig(
         model=model.config,
         parallel=parallel,
-        train=TrainConfig(steps=8, batch_sequences=layout.sequences, accumulation=layout.accumulation),
+        train=TrainConfig(
+            steps=8,
+            batch_sequences=layout.sequences,
+            accumulation=layout.accumulation,
+            loss_chunk=layout.loss_chunk,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-2, gradient_clipping=0.0),
         schedule=ScheduleConfig(warmup_steps=0),
         run_root=Path("unused"),

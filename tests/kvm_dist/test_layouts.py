@@ -39,6 +39,11 @@ LAYOUTS = [
     Layout(sequence=2, accumulation=3, alternate=True),
     Layout(data=2, sequence=2, accumulation=2, zero_stage=0, alternate=True),
     Layout(sequence=4, accumulation=4, zero_stage=2, alternate=True),
+    Layout(loss_chunk=100, zero_stage=0),
+    Layout(loss_chunk=100, data=2, accumulation=3),
+    Layout(loss_chunk=100, sequence=2, zero_stage=2, activation_checkpointing=True),
+    Layout(loss_chunk=100, sequence=2, zero_stage=3),
+    Layout(loss_chunk=100, data=2, zero_stage=3, activation_checkpointing=True),
 ]
 # Full attention of two heads goes by heads on two ranks and by a chain on four; blocks of 32, seven of them.
 ALL_KINDS = Layout(

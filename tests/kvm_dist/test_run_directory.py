@@ -89,6 +89,7 @@ def test_an_edit_after_a_start_that_failed_before_the_first_step_is_taken(tmp_pa
         "parallel.sequence=2",
         "parallel.zero_stage=3",
         "train.accumulation=2",
+        "train.loss_chunk=7",
         "train.log_every_steps=9",
         "checkpoint.every_steps=5",
         "tracking.enabled=false",
