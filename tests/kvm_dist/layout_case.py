@@ -43,6 +43,7 @@ class Layout:
     alternate: bool = False
     head_parallel: int = 1
     loss_chunk: int | None = None
+    kv_heads: int | None = None
     layers: tuple[str, ...] = tuple(HYBRID)
 
     @property
@@ -159,7 +160,11 @@ def mixed_up(world: World, layout: Layout) -> None:
 
 def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
     parallel = ParallelConfig(data=layout.data, sequence=layout.sequence, zero_stage=layout.zero_stage)
-    model = tiny_model(list(layout.layers), activation_checkpointing=layout.activation_checkpointing)
+    changes: dict[str, Any] = {"activation_checkpointing": layout.activation_checkpointing}
+    if layout.kv_heads is not None:
+        budget = {"kind": "power_law", "factor": 3, "minimum": 16}
+        changes |= {"num_heads": 4, "kvm": {"chunk": 16, "kv_heads": layout.kv_heads, "budget": budget}}
+    model = tiny_model(list(layout.layers), **changes)
     config = RunConfig(
         model=model.config,
         parallel=parallel,

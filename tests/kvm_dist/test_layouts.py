@@ -176,6 +176,26 @@ def test_a_run_in_turns_goes_on_at_another_layout_and_the_other_way_round(
             assert losses == pytest.approx(one_rank["losses"], rel=1e-6)
 
 
+MOVES = [
+    (Layout(sequence=2, zero_stage=3), Layout(data=2, zero_stage=0, accumulation=2)),
+    (Layout(data=2, zero_stage=2), Layout(sequence=2, head_parallel=2, accumulation=2, alternate=True)),
+    (Layout(sequence=2, head_parallel=2, accumulation=4, alternate=True, zero_stage=0), Layout(data=2)),
+]
+HYBRIDS = [
+    {"layers": ("kvm", "rwkv7", "kvm"), "kv_heads": 2, "tokens": 177},
+    {"layers": ("kvm", "gated_deltanet"), "tokens": 203},
+]
+
+
+@pytest.mark.parametrize("hybrid", HYBRIDS, ids=str)
+def test_hybrids_go_on_from_any_layout_at_any_other(hybrid: dict[str, Any], ranks: dict[int, Ranks]) -> None:
+    small: dict[str, Any] = hybrid | {"sequences": 4}
+    (whole,) = ranks[1].run(run_layout, Layout(**small), timeout_seconds=120)
+    for before, after in MOVES:
+        for losses in ranks[2].run(run_and_go_on, replace(before, **small), replace(after, **small)):
+            assert losses == pytest.approx(whole["losses"], rel=1e-6), (before, after)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_lets_the_last_rank_into_the_next_micro_batch_before_the_first_has_ended_the_last(
     stage: int, ranks: dict[int, Ranks], tmp_path: Path
