@@ -9,8 +9,9 @@ def load_tokenizer(name_or_folder: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name_or_folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of every kind: files that others wrote, read by code of others
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"tokenizer {name_or_folder!r} could not be loaded: {error}; give a folder that holds a "
+            f"tokenizer {name_or_folder!r} could not be loaded: {reason}; give a folder that holds a "
             "tokenizer.json, or a name on the Hugging Face Hub"
         ) from error
