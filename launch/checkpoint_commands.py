@@ -7,6 +7,7 @@ from rich.table import Table
 
 from kvm_dist.checkpoint import list_checkpoints, verify_checkpoint
 from kvm_dist.exit_codes import StorageError
+from kvm_dist.model_folder import CHECKPOINTS, require_model_folder
 
 
 def print_checkpoints(run: Path) -> None:
@@ -26,6 +27,9 @@ def print_checkpoints(run: Path) -> None:
 
 def verify(path: Path) -> None:
     """Every byte read and hashed; ends with exit code 74 naming the first file that differs."""
+    require_model_folder(path)
+    if (path / CHECKPOINTS).is_dir():
+        raise StorageError(f"{path} is a run; give one of its checkpoints: kvm-dist checkpoint list {path}")
     manifest = verify_checkpoint(path)
     print(
         f"{path}: whole: step {manifest.step}, {len(manifest.files)} files, {manifest.tensor_count} tensors, "

@@ -1,5 +1,6 @@
 """From how a command ended to its message and its exit code."""
 
+import errno
 import os
 import sys
 import traceback
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kvm_dist.exit_codes import ExitCode, RunError
+
+_OF_THE_DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG}
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
@@ -21,6 +24,12 @@ def exit_code_of(action: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         print("kvm-dist: interrupted", file=sys.stderr)
         return int(ExitCode.CRASH)
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK or error.filename is None:
+            traceback.print_exc()
+            return int(ExitCode.CRASH)
+        print(f"kvm-dist: {error.filename}: {error.strerror}; make room or permissions", file=sys.stderr)
+        return int(ExitCode.STORAGE)
     except Exception:
         traceback.print_exc()
         return int(ExitCode.CRASH)
