@@ -17,6 +17,7 @@ from kvm_dist.convert.hugging_face import open_folder
 from kvm_dist.data.tokenizer import Tokenizer, build_tokenizer
 from kvm_dist.exit_codes import ConfigError, StorageError
 from kvm_dist.load import load_config
+from kvm_dist.model_folder import is_hugging_face, require_model_folder
 from models.backbone import Backbone
 from models.config import ModelConfig
 
@@ -78,6 +79,27 @@ class MissingTokenizer:
         )
 
 
+class LargerTokenizer:
+    """A tokenizer with more ids than its model has: texts that need only those it has can be read."""
+
+    def __init__(self, whole: Tokenizer, ids: int) -> None:
+        self.name, self.separator_id, self.fingerprint = whole.name, whole.separator_id, whole.fingerprint
+        self.vocab_size = whole.vocab_size
+        self._whole, self._ids = whole, ids
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        ids = self._whole.encode(text)
+        if ids.size and int(ids.max()) >= self._ids:
+            raise ConfigError(
+                f"tokenizer {self.name} gives this text the id {int(ids.max())}, the model has {self._ids} "
+                "ids; name the tokenizer that made its training data: data.tokenizer=NAME"
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._whole.decode(ids)
+
+
 class _Masters:
     """A checkpoint's float32 masters in place of weights that may be rounded."""
 
@@ -95,6 +117,7 @@ def open_pretrained(path: Path, overrides: Sequence[str] = ()) -> Pretrained:
     `overrides` change its configuration, such as `model.kvm.budget.factor=32`. Raises StorageError if
     nothing valid is there, ConfigError or DataError for a folder that does not fit its config.
     """
+    require_model_folder(path)
     if is_hugging_face(path):
         folder = open_folder(path, overrides)
         _require_effect(overrides, folder.config.model)
@@ -126,19 +149,17 @@ def _require_effect(overrides: Sequence[str], model: ModelConfig) -> None:
             )
 
 
-def is_hugging_face(path: Path) -> bool:
-    """Whether `path` has the `config.json` of some Hugging Face folder, ours or not."""
-    return (path / "config.json").is_file()
-
-
 def open_checkpoint(path: Path) -> LoadedCheckpoint:
     """The checkpoint at `path`, or the newest valid one of the run there; tensors are read when asked for."""
+    require_model_folder(path)
     return load_checkpoint(_checkpoint_folder(path))
 
 
 def _pretrained(
     source: Parameters, config: RunConfig, tokenizer: Tokenizer, step: int, training_context: int | None
 ) -> Pretrained:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        tokenizer = LargerTokenizer(tokenizer, config.model.vocab_size)
     device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     model = load_model(source, config).to(device)
     return Pretrained(model, config, tokenizer, device, step, source.path, training_context)
@@ -151,7 +172,11 @@ def load_model(source: Parameters, config: RunConfig) -> Backbone:
     parameters = model.state_dict()
     if extra := sorted(set(source.names) - parameters.keys()):
         raise ConfigError(
-            f"the model has no place for {extra}; take back what was changed of its configuration"
+            f"the model has no place for {_some(extra)}; take back what was changed of its configuration"
+        )
+    if lost := sorted(parameters.keys() - set(source.names)):
+        raise ConfigError(
+            f"{source.path} holds no {_some(lost)}; take back what was changed of the model's configuration"
         )
     for name, parameter in parameters.items():
         tensor = source.tensor(name)
@@ -162,6 +187,11 @@ def load_model(source: Parameters, config: RunConfig) -> Backbone:
             )
         parameter.copy_(tensor)
     return model.eval()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _checkpoint_folder(path: Path) -> Path:

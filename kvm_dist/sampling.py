@@ -19,6 +19,8 @@ def sample(
     """
     if not prompt:
         raise ConfigError("--prompt is empty; give at least one character to go on from")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on other bytes
+        raise ConfigError(f"--prompt {prompt!r} is no text in UTF-8; give it in that encoding")
     opened = open_pretrained(path, overrides)
     generator = torch.Generator().manual_seed(seed)
     return prompt + continuation(

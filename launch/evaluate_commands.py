@@ -12,9 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvm_dist.evaluate.results import EVALUATIONS, Record, Subject, metric_names, record_of, write_record
+from kvm_dist.evaluate.results import (
+    EVALUATIONS,
+    Record,
+    Subject,
+    metric_names,
+    record_of,
+    require_place,
+    write_record,
+)
 from kvm_dist.evaluate.tasks import Options, Outcome, Task, find_task
 from kvm_dist.exit_codes import ConfigError, StorageError
+from kvm_dist.model_folder import require_model_folder
 from kvm_dist.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,14 +39,15 @@ def evaluate(targets: Sequence[str], task_name: str, out: Path | None, options: 
     Raises ConfigError for an unknown task, DataError without data, StorageError without a checkpoint.
     """
     task, argument = find_task(task_name)
+    options = replace(options, argument=argument)
+    task.require_read(options)
     paths, overrides = split_targets(targets)
+    for path in paths:
+        require_model_folder(path)
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
     taken: dict[Path, Path] = {}
-    records = [
-        _evaluate_one(task, task_name, path, overrides, out, replace(options, argument=argument), taken)
-        for path in paths
-    ]
+    records = [_evaluate_one(task, task_name, path, overrides, out, options, taken) for path in paths]
     if len(records) > 1:
         _draw(task, records, (out or Path(EVALUATIONS)) / f"{task.name}-{len(records)}-compared.png")
 
@@ -51,9 +61,6 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
             "evaluate: no checkpoint among the arguments; give a run directory, a folder of one checkpoint, "
             "or an exported one"
         )
-    for path in paths:
-        if not path.is_dir():
-            raise StorageError(f"{path}: no such folder; give a run directory or the folder of a checkpoint")
     return paths, overrides
 
 
@@ -77,13 +84,16 @@ def _evaluate_one(
             f"results of {opened.path} would replace those of {other} in {written}; evaluate them one by "
             "one, each with its own --out DIR"
         )
+    pictured = subject.picture_path(out)
+    for place in (written, pictured):
+        require_place(place)
     begun = time.monotonic()
     outcome = _watched(task, opened, options)
     record = record_of(subject, opened, outcome, time.monotonic() - begun)
     write_record(record, written)
     _print_table(subject, opened.step, outcome)
     print(written)
-    pictures = _draw(task, [record], subject.picture_path(out))
+    pictures = _draw(task, [record], pictured)
     _track(subject, opened, outcome, [written, *pictures])
     return record
 

@@ -145,7 +145,7 @@ def make_prompt(
     room = tokens - 1 - opening.size - needle.size - question.size
     if room < 0:
         raise ValueError(
-            f"needle {task.name} at {tokens:,} tokens: its words alone take "
+            f"needle {task.name} at {max(tokens, 0):,} tokens: its words alone take "
             f"{tokens - room:,}; give longer --tokens"
         )
     sentences = haystack.cut(room, random)

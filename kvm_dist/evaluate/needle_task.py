@@ -127,7 +127,10 @@ def _prompts(
             for place in places
         ]
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(
+            f"--tokens {length:,}, of which {room:,} are for the answer: {error}, such as "
+            f"{task.shortest(tokenizer):,}"
+        ) from error
 
 
 def _random(seed: int, task: NeedleTask, length: int, place: tuple[float, int]) -> Random:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import re
 import time
@@ -79,6 +80,16 @@ def record_of(subject: Subject, opened: "Pretrained", outcome: Outcome, seconds:
         "time": time.time(),
         "seconds": seconds,
     }
+
+
+def require_place(path: Path) -> None:
+    """StorageError, before anything is measured, where a file at `path` could not be written."""
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "Permission denied" if nearest.is_dir() else "it is a file"
+        raise StorageError(
+            f"{path} cannot be written: {nearest}: {reason}; make room or permissions, or give --out DIR"
+        )
 
 
 def write_record(record: Record, path: Path) -> None:

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +12,9 @@ from kvm_dist.exit_codes import ConfigError
 
 if TYPE_CHECKING:
     from kvm_dist.pretrained import Pretrained
+
+
+_FLAGS = {"needles": "--needle", "depths": "--depth", "argument": "what stands behind its colon"}
 
 
 class Watch(Protocol):
@@ -82,13 +85,25 @@ class Task:
 
     function(opened, options, watch) -> Outcome; picture(records, out) -> one path, or those of several
     pictures, or None: see `results.Record`.
+    options: those that it reads, besides the seed.
     package: an optional one that it needs, and the extra that installs it.
     """
 
     name: str
     function: str
     picture: str | None
+    options: tuple[str, ...]
     package: tuple[str, str] | None = None
+
+    def require_read(self, options: Options) -> None:
+        """ConfigError for a choice that would change nothing: results would be taken for its."""
+        ignored = [
+            _FLAGS.get(one.name, f"--{one.name.replace('_', '-')}")
+            for one in fields(Options)
+            if one.name not in ("seed", *self.options) and getattr(options, one.name) != one.default
+        ]
+        if ignored:
+            raise ConfigError(f"--task {self.name} does not read {', '.join(ignored)}; leave it out")
 
     def run(self, opened: "Pretrained", options: Options, watch: Watch) -> Outcome:
         outcome: Outcome = _named(self.function)(opened, options, watch)
@@ -105,15 +120,32 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("perplexity", "kvm_dist.evaluate.perplexity:evaluate", None),
+        Task("perplexity", "kvm_dist.evaluate.perplexity:evaluate", None, ("data", "tokens", "limit")),
         Task(
             "position-loss",
             "kvm_dist.evaluate.position_loss:evaluate",
             "kvm_dist.plots.loss_by_position:draw",
+            ("data", "tokens", "limit", "block_tokens", "minimum_tokens"),
         ),
-        Task("needle", "kvm_dist.evaluate.needle_task:evaluate", "kvm_dist.plots.needle:draw"),
-        Task("memory", "kvm_dist.evaluate.memory:evaluate", "kvm_dist.plots.memory:draw"),
-        Task("lm-eval", "kvm_dist.evaluate.lm_eval:evaluate", None, package=("lm_eval", "eval")),
+        Task(
+            "needle",
+            "kvm_dist.evaluate.needle_task:evaluate",
+            "kvm_dist.plots.needle:draw",
+            ("data", "tokens", "haystack", "needles", "depths", "samples"),
+        ),
+        Task(
+            "memory",
+            "kvm_dist.evaluate.memory:evaluate",
+            "kvm_dist.plots.memory:draw",
+            ("data", "tokens", "limit", "haystack", "argument"),
+        ),
+        Task(
+            "lm-eval",
+            "kvm_dist.evaluate.lm_eval:evaluate",
+            None,
+            ("tokens", "limit", "tasks_dir", "shots", "argument"),
+            package=("lm_eval", "eval"),
+        ),
     )
 }
 

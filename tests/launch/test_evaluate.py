@@ -99,6 +99,41 @@ def test_what_is_missing_decides_the_exit_code(tiny_run: TinyRun, tmp_path: Path
         evaluate([str(tiny_run.directory), "model.hidden_size=64"], "perplexity", None, Options())
 
 
+def test_overrides_that_ask_for_other_parameters_end_with_64(tiny_run: TinyRun) -> None:
+    with pytest.raises(ConfigError, match=r"step-00000050 holds no layers\.3\..* and \d+ more; take back"):
+        evaluate([str(tiny_run.directory), "model.num_layers=5"], "perplexity", None, Options())
+
+
+def test_options_that_a_task_does_not_read_are_refused_before_anything_is_opened() -> None:
+    options = Options(haystack=Path("essays"), needles=("S1",), depths=(0.5,), limit=1, seed=3)
+    with pytest.raises(
+        ConfigError, match="--task perplexity does not read --haystack, --needle, --depth; leave"
+    ):
+        evaluate(["absent"], "perplexity", None, options)
+    with pytest.raises(
+        ConfigError, match="--task needle does not read --block-tokens, what stands behind its"
+    ):
+        evaluate(["absent"], "needle:x", None, Options(block_tokens=7))
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr("kvm_dist.evaluate.perplexity.evaluate", measured)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file: it is a file; make room or permissions, or give --out DIR"):
+        evaluate([str(tiny_run.directory)], "perplexity", Path("file/out"), Options())
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(
+        StorageError, match=f"{tmp_path}: Permission denied; make room or permissions, or give"
+    ):
+        evaluate([str(tiny_run.directory)], "perplexity", Path("new/out"), Options())
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
 def test_an_interrupted_evaluation_leaves_no_record(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

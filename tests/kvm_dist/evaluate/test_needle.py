@@ -170,6 +170,11 @@ def test_unknown_needles_and_lengths_that_hold_none_are_errors(source: dict[str,
         find(1, needles=("s3",), **source)
     with pytest.raises(ConfigError, match="give longer --tokens"):
         find(1, tokens=(50,), needles=("S1",), **source)
+    told = (
+        r"--tokens 10, of which \d\d are for the answer: needle S1 at 0 tokens.*give longer --tokens, such as"
+    )
+    with pytest.raises(ConfigError, match=told):
+        find(1, tokens=(10,), needles=("S1",), **source)
 
 
 def test_an_answer_ends_with_its_value(source: dict[str, Any]) -> None:
