@@ -9,7 +9,7 @@ Out = Annotated[Path, typer.Argument(help="a folder that does not exist yet, or 
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None, typer.Option(help="of the weights; as they are if not given")
 ]
-ShardGigabytes = Annotated[float, typer.Option(help="largest safetensors file", min=0.000001)]
+ShardGigabytes = Annotated[float, typer.Option(help="largest safetensors file", min=0.000001, max=1e6)]
 
 
 def import_folder(

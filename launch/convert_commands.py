@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from kvm_dist.convert.exporting import export_model
@@ -22,7 +23,7 @@ def import_folder(
     if content.tokenizer is None:
         print("next: import it once more with --tokenizer NAME if it is to read and write text")
     else:
-        print(f"next: kvm-dist sample {out} --prompt TEXT")
+        print(f"next: kvm-dist sample {quote(str(out))} --prompt TEXT")
 
 
 def export(
@@ -38,7 +39,9 @@ def export(
     print(f"{out}: exported {_described(content.model)} from {content.facts.origin}")
     _print_notes(content.notes)
     if layout == "huggingface":
-        print(f"next: state a licence in {out / 'README.md'}; kvm-dist sample {out} --prompt TEXT")
+        print(
+            f"next: state a licence in {out / 'README.md'}; kvm-dist sample {quote(str(out))} --prompt TEXT"
+        )
 
 
 def _clean_up_when_stopped() -> None:

@@ -37,17 +37,20 @@ __all__ = [
     "SlidingWindowConfig",
 ]
 
+MOST_LAYERS = 10_000
+
 
 class ModelConfig(FrozenConfig):
     """A GPTAlpha-2 backbone whose layers follow `layers`, repeated over `num_layers`."""
 
-    vocab_size: int = Field(256, ge=2)
-    hidden_size: int = Field(768, ge=1)
-    num_layers: int = Field(12, ge=1)
+    # The upper bounds are beyond any model: a slip of the hand must not take all memory.
+    vocab_size: int = Field(256, ge=2, le=1 << 30)
+    hidden_size: int = Field(768, ge=1, le=1 << 20)
+    num_layers: int = Field(12, ge=1, le=MOST_LAYERS)
     num_heads: int = Field(6, ge=1, description="heads of the attention kinds")
     head_dim: int | None = Field(None, ge=1, description="null: hidden_size / num_heads")
     layers: list[str] = Field(["kvm", "rwkv7"], min_length=1, description="pattern of layer kinds")
-    ffn_expansion: float = Field(4.0, gt=0)
+    ffn_expansion: float = Field(4.0, gt=0, le=1000)
     residual_scale: float | None = Field(
         None, gt=0, description="null: 12 / num_layers, 1 at most (CompleteP)"
     )

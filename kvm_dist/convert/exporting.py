@@ -15,7 +15,8 @@ from kvm_dist.convert.training_facts import evaluation_facts, training_facts
 from kvm_dist.convert.weights import parameter_shapes, require_match
 from kvm_dist.data.tokenizer import build_tokenizer
 from kvm_dist.load import load_config
-from kvm_dist.pretrained import is_hugging_face, open_checkpoint
+from kvm_dist.model_folder import is_hugging_face, require_model_folder
+from kvm_dist.pretrained import open_checkpoint
 from models.folder.card import CardFacts
 
 Layout = Literal["huggingface", "authors"]
@@ -30,6 +31,7 @@ def export_model(
     Raises ConfigError, DataError or StorageError; nothing is left at `out` then.
     """
     require_free(out)
+    require_model_folder(path)
     name = out.resolve().name
     content = _of_folder(path, dtype, name) if is_hugging_face(path) else _of_checkpoint(path, dtype, name)
     if layout == "authors":
@@ -69,13 +71,13 @@ def _of_checkpoint(path: Path, dtype: str | None, name: str) -> ModelContent:
 
 
 def _of_folder(path: Path, dtype: str | None, name: str) -> ModelContent:
-    folder = open_folder(path)
+    folder = open_folder(path, dtype=dtype)
     tokenizer = build_tokenizer(folder.config.data.tokenizer) if folder.has_tokenizer else None
     facts = CardFacts(name, f"the folder {path.resolve().name}", folder.training, folder.evaluations)
     return ModelContent(
         path,
         folder.config.model,
-        getattr(torch, dtype or folder.config.parallel.precision),
+        getattr(torch, folder.config.parallel.precision),
         folder.tensor,
         tokenizer,
         separator_tokens(tokenizer) if tokenizer else folder.special,

@@ -1,6 +1,6 @@
 """Writes and reads Hugging Face folders of ours: config, weights, tokenizer, model card."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -86,9 +86,10 @@ class HuggingFaceFolder:
         return require_finite(self.path, PREFIX + name, self.weights.tensor(PREFIX + name))
 
 
-def open_folder(path: Path, overrides: Sequence[str] = ()) -> HuggingFaceFolder:
+def open_folder(path: Path, overrides: Sequence[str] = (), dtype: str | None = None) -> HuggingFaceFolder:
     """With a run configuration made of defaults, the folder's model, dtype and tokenizer, and `overrides`.
 
+    dtype: what its tensors, which may then be of several, are wanted in; None: in that of all of them.
     Raises ConfigError for a folder of another model or a configuration that is wrong, DataError for weights
     that do not fit, StorageError for damaged files.
     """
@@ -99,7 +100,7 @@ def open_folder(path: Path, overrides: Sequence[str] = ()) -> HuggingFaceFolder:
             "checkpoint in the authors' layout into ours first: kvm-dist import DIR OUT"
         )
     weights = SafetensorsFolder(path)
-    precision = str(one_dtype(weights)).removeprefix("torch.")
+    precision = dtype or str(one_dtype(weights)).removeprefix("torch.")
     values: dict[str, Any] = {"model": settings.get("model"), "parallel": {"precision": precision}}
     tokenizer, context = settings.get("tokenizer"), settings.get("training_context")
     data = {
@@ -121,7 +122,17 @@ def open_folder(path: Path, overrides: Sequence[str] = ()) -> HuggingFaceFolder:
         tokenizer is not None or any(text.startswith("data.tokenizer=") for text in overrides),
         SpecialTokens.of(settings),
         context,
-        dict(settings.get("training") or {}),
-        dict(settings.get("evaluations") or {}),
+        _card_facts(path, settings, "training"),
+        _card_facts(path, settings, "evaluations"),
         weights,
     )
+
+
+def _card_facts(path: Path, settings: Mapping[str, Any], name: str) -> dict[str, str]:
+    facts = settings.get(name) or {}
+    if not isinstance(facts, Mapping) or not all(isinstance(value, str) for value in facts.values()):
+        raise ConfigError(
+            f"{path}/config.json: {name}={facts!r}, wanted lines of text for the model card by their names; "
+            "mend it or leave it out"
+        )
+    return dict(facts)

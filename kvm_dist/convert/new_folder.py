@@ -13,11 +13,14 @@ from kvm_dist.exit_codes import ConfigError, StorageError
 
 def require_free(out: Path) -> None:
     """Refuse a place where something is already, before any work is done."""
-    if out.is_dir():
-        if any(out.iterdir()):
-            raise ConfigError(f"{out} exists and is not empty; give another folder, or empty this one")
-    elif out.exists() or out.is_symlink():
-        raise ConfigError(f"{out} exists and is no folder; give another path")
+    try:
+        if out.is_dir():
+            if any(out.iterdir()):
+                raise ConfigError(f"{out} exists and is not empty; give another folder, or empty this one")
+        elif out.exists() or out.is_symlink():
+            raise ConfigError(f"{out} exists and is no folder; give another path")
+    except OSError as error:
+        raise _not_written(out, error) from error
 
 
 @contextmanager
@@ -33,13 +36,25 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         available = shutil.disk_usage(out.parent).free
         if available < needed_bytes:
-            raise StorageError(f"not enough space for {out}: need {needed_bytes} bytes, have {available}")
+            raise StorageError(
+                f"not enough space for {out}: need {needed_bytes:,} bytes, have {available:,}; make room, or "
+                "give another path"
+            )
         partial.mkdir()
         yield partial
         sync_folder(partial)
         os.rename(partial, out)  # replaces an empty folder, nothing else
         sync_folder(out.parent)
     except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise _not_written(out, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _not_written(out: Path, error: OSError) -> StorageError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return StorageError(
+            f"{out} cannot be written: a file stands where a folder is wanted; give another path"
+        )
+    reason = error.strerror or error
+    return StorageError(f"{out} cannot be written: {reason}; make room or permissions, or give another path")

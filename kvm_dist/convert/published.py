@@ -1,5 +1,6 @@
 """Reads and writes the authors' published layout: their names, shapes and settings."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def _tokenizer_note(content: ModelContent) -> tuple[str, ...]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise StorageError(f"{folder}: cannot be read: Permission denied; ask its owner for permission")
     if not (folder / "config.json").is_file():
         raise StorageError(
             f"{folder}: no config.json there; give the folder of a published checkpoint, with its safetensors"

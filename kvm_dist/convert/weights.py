@@ -39,6 +39,8 @@ class SafetensorsFolder:
             self._files = dict.fromkeys(*self._open(single))
         else:
             raise StorageError(f"{folder}: holds neither {SINGLE} nor {INDEX}; pickled weights are not read")
+        if not self._files:
+            raise DataError(f"{single}: holds no tensor, wanted the weights of a model; copy it again")
 
     @property
     def names(self) -> list[str]:
@@ -63,18 +65,26 @@ class SafetensorsFolder:
 
     def _open(self, path: Path) -> tuple[list[str], Any]:
         try:
+            path.open("rb").close()  # says whether it is missing or forbidden, which safe_open mixes up
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}; copy the folder again") from error
+        try:
             file = safe_open(path, framework="pt", device="cpu")
             return list(file.keys()), file
         except (SafetensorError, OSError) as error:
-            raise StorageError(f"{path}: missing, unreadable or damaged ({error})") from error
+            raise StorageError(f"{path}: damaged or cut off ({error}); copy the file again") from error
 
     def _open_shards(self, index: Path) -> None:
         places = read_json_object(index).get("weight_map")
         if not isinstance(places, Mapping) or not places:
             raise StorageError(f"{index}: holds no weight_map")
-        for shard in sorted({str(name) for name in places.values()}):
+        shards = sorted({str(name) for name in places.values()})
+        for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise StorageError(f"{index}: names {shard!r}, which is no safetensors file of this folder")
+            if not (self.folder / shard).is_file():
+                raise StorageError(f"{index}: names {shard}, which is missing; copy the folder again")
+        for shard in shards:
             names, file = self._open(self.folder / shard)
             for name in names:
                 if places.get(name) != shard:
@@ -99,7 +109,7 @@ def one_dtype(weights: SafetensorsFolder) -> torch.dtype:
         if weights.dtype(name) != weights.dtype(first):
             raise DataError(
                 f"{weights.folder}: {first} is {weights.dtype(first)}, {name} {weights.dtype(name)}; "
-                "say which is wanted with --dtype"
+                "`import` and `export` write all in one if told which: --dtype float32 or --dtype bfloat16"
             )
     return weights.dtype(first)
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from models.config import ModelConfig
 
 MODEL_TYPE = "kvm_dist"
@@ -65,8 +67,35 @@ def standard_settings(model: ModelConfig) -> dict[str, int]:
     return {name: getattr(model, field) for name, field in _STANDARD_KEYS.items()}
 
 
+def model_settings(settings: Mapping[str, Any]) -> ModelConfig:
+    """The model that a `config.json` describes under `model`. ValueError names every key that is wrong."""
+    values = settings.get("model")
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"config.json: model: wanted the settings of the layers by their names, got {values!r}; export "
+            "the model again"
+        )
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        found = "; ".join(_in_words(problem) for problem in error.errors())
+        raise ValueError(f"config.json: {found}; mend it, or export the model again") from error
+
+
+def _in_words(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    name = ".".join(map(str, ("model", *problem["loc"])))
+    return f"{name}={problem['input']!r}: {problem['msg']}"
+
+
 def require_agreement(settings: Mapping[str, Any], model: ModelConfig) -> None:
     """ValueError where a `config.json` says of its model something else than under `model`."""
+    if settings.get("tie_word_embeddings"):
+        raise ValueError(
+            "config.json: tie_word_embeddings=true is not supported: the head is a matrix of its own; set it "
+            "to false"
+        )
     for name, value in standard_settings(model).items():
         if settings.get(name, value) != value:
             raise ValueError(

@@ -1,11 +1,12 @@
 """A model's `config.json` as transformers reads and writes it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from models.config import ModelConfig
-from models.folder.config import require_agreement, standard_settings
+from models.folder.config import model_settings, require_agreement, standard_settings
 
 
 class KVMDistConfig(PretrainedConfig):
@@ -25,9 +26,9 @@ class KVMDistConfig(PretrainedConfig):
         pad_token_id: int | None = None,
         **keys: Any,
     ) -> None:
-        settings = model if isinstance(model, ModelConfig) else ModelConfig(**(model or {}))
-        if keys.pop("tie_word_embeddings", False):
-            raise ValueError("tie_word_embeddings=True is not supported: the head is a matrix of its own")
+        settings = model if isinstance(model, ModelConfig) else _read(model, keys)
+        require_agreement(keys, settings)
+        keys.pop("tie_word_embeddings", None)
         given = {name: keys.pop(name, value) for name, value in standard_settings(settings).items()}
         super().__init__(**keys)
         self.model = settings.model_dump(mode="json")
@@ -35,11 +36,17 @@ class KVMDistConfig(PretrainedConfig):
             setattr(self, name, value)
         self.tie_word_embeddings = False
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-        require_agreement(vars(self), settings)
 
     @property
     def model_config(self) -> ModelConfig:
         """`model` with its types, checked again: attributes of a config may be set at any time."""
-        settings = ModelConfig(**self.model)
+        settings = model_settings(vars(self))
         require_agreement(vars(self), settings)
         return settings
+
+
+def _read(model: Any, others: Mapping[str, Any]) -> ModelConfig:
+    """Defaults where nothing at all is said of a model; transformers asks for those."""
+    if model is None and not others.keys() & standard_settings(ModelConfig()).keys():
+        return ModelConfig()
+    return model_settings({"model": model})

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -99,9 +100,18 @@ class KVMDistForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **named: Any) -> Any:
-        """See PreTrainedModel. ValueError if weights are missing, unknown or of another shape."""
+        """See PreTrainedModel. ValueError if weights are missing, unknown or of another shape.
+
+        OSError if a file of them is missing or damaged.
+        """
         named["ignore_mismatched_sizes"] = True  # found below, with their names and shapes
-        model, found = super().from_pretrained(*arguments, output_loading_info=True, **named)
+        try:
+            model, found = super().from_pretrained(*arguments, output_loading_info=True, **named)
+        except SafetensorError as error:
+            raise OSError(
+                f"{', '.join(map(str, arguments[:1]))}: a safetensors file is damaged or cut off ({error}); "
+                "copy the folder again"
+            ) from error
         problems = [f"{name}: {sorted(keys)}" for name, keys in found.items() if keys]
         if problems:
             raise ValueError(

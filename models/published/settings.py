@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from models.budget import Budget, FixedBudget, PowerLawBudget, SaturatingBudget
 from models.config import (
+    MOST_LAYERS,
     BlockWindowConfig,
     FullAttentionConfig,
     KVMConfig,
@@ -74,7 +75,9 @@ def _kinds(read: SettingsReader) -> tuple[dict[str, LayerConfig], list[str]]:
         found.append(_kind(read, "token_mixer", "rope_partial_dim", None))
     if len(found) == 2 and found[0][0] == found[1][0]:
         return _one_mixer_twice(read, found)
-    pattern = [found[0][0]] + [found[-1][0]] * (every - 1) if every else [found[0][0]]
+    pattern = (
+        [found[0][0]] + [found[-1][0]] * (min(every, layers, MOST_LAYERS) - 1) if every else [found[0][0]]
+    )
     return dict(found), pattern[:layers]
 
 
@@ -252,6 +255,8 @@ def _in_their_words(error: ValidationError, layers: list[str], settings: Setting
     found = []
     for problem in error.errors():
         text = problem["msg"].removeprefix("Value error, ")
+        if problem["loc"]:
+            text = f"model.{'.'.join(map(str, problem['loc']))}={problem['input']}: {text}"
         for ours, theirs in names.items():
             text = re.sub(ours, theirs, text)
         found += text.splitlines()

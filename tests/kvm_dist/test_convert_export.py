@@ -124,7 +124,7 @@ def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_than_its_configuration_is_refused(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"no place for \['layers\.0\.mixer\.gate\.weight'\]"):
+    with pytest.raises(ConfigError, match=r"no place for layers\.0\.mixer\.gate\.weight;"):
         open_pretrained(run, ["model.kvm.merge_gate=false"])
     with pytest.raises(ConfigError, match=r"has shape \[128, 32\], the model wants \[64, 32\]"):
         open_pretrained(run, ["model.ffn_expansion=2"])
@@ -252,7 +252,7 @@ def test_the_card_says_what_the_run_knows_and_leaves_the_licence_open(tmp_path: 
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="no such checkpoint folder"):
+    with pytest.raises(StorageError, match="absent: no such folder; give a run directory"):
         exported(tmp_path / "absent", tmp_path / "out")
     source = published_copy(tmp_path / "theirs")
     with pytest.raises(ConfigError, match=r"model_type='rwkv7backbone'.*kvm-dist import DIR OUT"):

@@ -198,11 +198,11 @@ def damage(source: Path, kind: str) -> None:
 
 
 DAMAGES = {
-    "cut short": "model.safetensors: missing, unreadable or damaged",
-    "cut in the header": "model.safetensors: missing, unreadable or damaged",
-    "empty": "model.safetensors: missing, unreadable or damaged",
-    "longer": "model.safetensors: missing, unreadable or damaged",
-    "header of noise": "model.safetensors: missing, unreadable or damaged",
+    "cut short": "model.safetensors: damaged or cut off",
+    "cut in the header": "model.safetensors: damaged or cut off",
+    "empty": "model.safetensors: damaged or cut off",
+    "longer": "model.safetensors: damaged or cut off",
+    "header of noise": "model.safetensors: damaged or cut off",
     "no weights": "holds neither model.safetensors nor",
     "two sets of weights": "holds both model.safetensors and",
     "config cut short": "config.json: unreadable or damaged",
@@ -225,7 +225,7 @@ def test_damaged_folders_end_with_a_storage_error(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "file", "message"),
     [
-        ("lm_head.weight", "absent.safetensors", "absent.safetensors: missing"),
+        ("lm_head.weight", "absent.safetensors", "names absent.safetensors, which is missing"),
         ("lm_head.weight", "part-0.safetensors", "which .* places in part-0"),
         ("lm_head.weight", "../part-1.safetensors", "which is no safetensors file of this folder"),
         (
@@ -291,7 +291,7 @@ def test_a_disk_without_room_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(StorageError, match="have 1000"):
+    with pytest.raises(StorageError, match="have 1,000; make room"):
         imported(published_copy(tmp_path / "source"), tmp_path / "out")
     assert_nothing_left(tmp_path, "source")
 

@@ -38,6 +38,12 @@ def test_a_run_is_exported_and_writes_on_in_a_fresh_process(tmp_path: Path) -> N
     ended = kvm_dist(tmp_path, "sample", "model", "--prompt", "so ", "--tokens", "4", "--temperature", "0")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("so ")
+    ended = kvm_dist(tmp_path, "export", "model", "mit Leerzeichen")
+    assert "kvm-dist sample 'mit Leerzeichen' --prompt TEXT" in ended.stdout, (
+        "a line that a shell understands"
+    )
+    ended = kvm_dist(tmp_path, "export", "model", "other", "--shard-gigabytes", "inf")
+    assert ended.returncode == 2, ended.stderr
 
 
 def test_a_published_folder_is_imported_by_its_verb(
@@ -69,7 +75,7 @@ def test_exit_codes_tell_settings_weights_and_damage_apart(
     assert code(tmp_path / "absent") == 74
     assert exit_code_of(lambda: export(tmp_path / "absent", tmp_path / "out", "huggingface", None, 5.0)) == 74
     said = capsys.readouterr().err
-    for expected in ("use_block_lambdas=True", "lm_head.weight is missing", "unreadable or damaged"):
+    for expected in ("use_block_lambdas=True", "lm_head.weight is missing", "damaged or cut off"):
         assert expected in said
     assert not (tmp_path / "out").exists()
 

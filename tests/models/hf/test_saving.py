@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,39 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, change: str) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(ValueError, match=f"do not fit the configuration: .*{name}"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_damaged_file_is_refused_with_the_folder_it_lies_in(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+    with pytest.raises(
+        OSError, match=rf"{folder}: a safetensors file is damaged or cut off \(.*copy the folder"
+    ):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, "config.json: model: wanted the settings of the layers by their names, got None"),
+        ({"model": "x"}, "config.json: model: wanted the settings of the layers by their names, got 'x'"),
+        ({"model": {"foo": 3}}, r"config.json: model.foo=3: Extra inputs .*export the model again"),
+        ({"model": {"kvm": {"chunk": 0}}}, r"config.json: model.kvm.chunk=0: Input should be greater"),
+        ({"model": {"layers": ["kvn"]}}, r"config.json: model.layers: unknown kind \['kvn'\]"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported.*set it to false"),
+        ({"hidden_size": 77}, "hidden_size=77 contradicts model.hidden_size=32"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_describes_no_model_is_refused_by_name(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+
+    with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
