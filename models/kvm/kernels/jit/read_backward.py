@@ -121,6 +121,38 @@ def key_tile(
     return tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION), b_dv
 
 
+@triton.jit
+def send_keys(
+    p_kept, p_weight, p_sent, p_dnorm, b_dread, o_n, m_n, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """From the gradient of the normed keys to that of their sums, and of the norm [2, D]."""
+    o_d = tl.arange(0, BLOCK_D)
+    standard, inverse = standardise(load_rows(p_kept, o_n, m_n, D, D, BLOCK_D), D, BLOCK_D)
+    tl.store(p_dnorm + o_d, tl.sum(b_dread * standard, 0), mask=o_d < D)
+    tl.store(p_dnorm + D + o_d, tl.sum(b_dread, 0), mask=o_d < D)
+    b_dread = b_dread * load_vector(p_weight, D, BLOCK_D)[None, :]
+    store_rows(p_sent, o_n, m_n, standardise_backward(b_dread, standard, inverse, D), D, D, BLOCK_D)
+
+
+@triton.jit
+def send_values(
+    p_kept, p_kept_magnitudes, p_sent, p_sent_magnitudes, b_dread, o_n, m_n, RADIUS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of the values as they are read to that of their sums and of the magnitudes."""
+    b_sums = load_rows(p_kept, o_n, m_n, D, D, BLOCK_D)
+    to_read = read_scale(b_sums, tl.load(p_kept_magnitudes + o_n, mask=m_n, other=1.0), RADIUS)
+    b_dsums = b_dread * to_read[:, None]
+    along = tl.zeros_like(to_read)
+    if RADIUS:
+        norm = tl.sqrt(tl.sum(b_sums * b_sums, 1))
+        along = tl.sum(b_dread * b_sums, 1) / tl.maximum(norm, SMALLEST_NORM)
+        turn = tl.where(norm < SMALLEST_NORM, 0.0, to_read * along / tl.maximum(norm, SMALLEST_NORM))
+        b_dsums -= b_sums * turn[:, None]
+    tl.store(p_sent_magnitudes + o_n, along, mask=m_n)
+    store_rows(p_sent, o_n, m_n, b_dsums, D, D, BLOCK_D)
+
+
 @kernel
 def read_backward_slots_kernel(
     p_q, p_read_keys, p_read_values, p_kept_keys, p_kept_values, p_kept_magnitudes, p_weight,
@@ -141,7 +173,6 @@ def read_backward_slots_kernel(
     start, stop, slots = tl.load(p_blocks), tl.load(p_blocks + 1), tl.load(p_blocks + 3)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < slots
-    o_d = tl.arange(0, BLOCK_D)
     o_slots = ((tl.load(p_blocks + 4) - first_snapshot).to(tl.int64) * rows + i_row) * snapshot_slots
     b_k = load_rows(p_read_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
     b_v = load_rows(p_read_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
@@ -161,28 +192,19 @@ def read_backward_slots_kernel(
             visible = m_n[:, None] & m_m[None, :]
             b_dk, b_dv = key_tile(b_dk, b_dv, b_k, b_v, b_q, b_do, log_sum, delta, visible, scale, PRECISION)
     tl.debug_barrier()  # not before the loop, over which the sums would not fit into registers
-    b_keys = load_rows(p_kept_keys + o_slots * D, o_n, m_n, D, D, BLOCK_D)
-    standard, inverse = standardise(b_keys, D, BLOCK_D)
+    # Nor would the masks fit into the scalar ones of AMD.
+    m_n = o_n < tl.load(p_blocks + 3, volatile=True)
     i_program = (tl.program_id(2).to(tl.int64) * rows + i_row) * tl.num_programs(0) + tl.program_id(0)
     p_dnorm += i_program * 2 * D
-    tl.store(p_dnorm + o_d, tl.sum(b_dk * standard, 0), mask=o_d < D)
-    tl.store(p_dnorm + D + o_d, tl.sum(b_dk, 0), mask=o_d < D)
-    b_dk = b_dk * load_vector(p_weight, D, BLOCK_D)[None, :]
-    b_dk = standardise_backward(b_dk, standard, inverse, D)
-    store_rows(p_sent_keys + o_slots * D, o_n, m_n, b_dk, D, D, BLOCK_D)
+    send_keys(
+        p_kept_keys + o_slots * D, p_weight, p_sent_keys + o_slots * D, p_dnorm, b_dk, o_n, m_n, D, BLOCK_D
+    )
     tl.debug_barrier()
-    b_sums = load_rows(p_kept_values + o_slots * D, o_n, m_n, D, D, BLOCK_D)
-    to_read = read_scale(b_sums, tl.load(p_kept_magnitudes + o_slots + o_n, mask=m_n, other=1.0), RADIUS)
-    b_dsums = b_dv * to_read[:, None]
-    if RADIUS:
-        norm = tl.sqrt(tl.sum(b_sums * b_sums, 1))
-        along = tl.sum(b_dv * b_sums, 1) / tl.maximum(norm, SMALLEST_NORM)
-        turn = tl.where(norm < SMALLEST_NORM, 0.0, to_read * along / tl.maximum(norm, SMALLEST_NORM))
-        b_dsums -= b_sums * turn[:, None]
-        tl.store(p_sent_magnitudes + o_slots + o_n, along, mask=m_n)
-    else:
-        tl.store(p_sent_magnitudes + o_slots + o_n, tl.zeros([BLOCK_N], tl.float32), mask=m_n)
-    store_rows(p_sent_values + o_slots * D, o_n, m_n, b_dsums, D, D, BLOCK_D)
+    m_n = o_n < tl.load(p_blocks + 3, volatile=True)
+    send_values(
+        p_kept_values + o_slots * D, p_kept_magnitudes + o_slots, p_sent_values + o_slots * D,
+        p_sent_magnitudes + o_slots, b_dv, o_n, m_n, RADIUS, D, BLOCK_D,
+    )  # fmt: skip
 
 
 @kernel
