@@ -86,7 +86,7 @@ def write_published(
         settings = published_settings(model, content.dtype_name) | content.special.ids()
         places = name_map(model)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{error}; export it in our own layout, without --layout authors") from error
     shapes = parameter_shapes(model)
     ours = {theirs: name for theirs, name in places.items() if name in shapes}
     if lost := shapes.keys() - ours.values():

@@ -24,6 +24,7 @@ class KVMDistConfig(PretrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        use_cache: bool = True,
         **keys: Any,
     ) -> None:
         settings = model if isinstance(model, ModelConfig) else _read(model, keys)
@@ -35,6 +36,7 @@ class KVMDistConfig(PretrainedConfig):
         for name, value in given.items():
             setattr(self, name, value)
         self.tie_word_embeddings = False
+        self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
     @property

@@ -32,6 +32,15 @@ class CachedGeneration:
                 "cannot; decode greedily, by sampling or by beams, without an assistant"
             )
 
+    def prepare_inputs_for_generation(self, *arguments: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called by `generate` before every forward, with the tokenizer that reads `stop_strings` too.
+
+        By the name of `kwargs` it tells that forward decides which arguments there are.
+        """
+        kwargs.pop("tokenizer", None)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **kwargs)  # type: ignore[misc]
+        return inputs
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **named: Any
     ) -> None:

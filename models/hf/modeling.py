@@ -55,11 +55,13 @@ class KVMDistForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
         those of the last token before. cache (formerly past_key_values): what earlier calls returned; it then
         holds these tokens too. labels: input_ids, or -100 where nothing is to be learnt; the shift happens
         here. The loss is their mean, or their sum over num_items_in_batch. use_cache: None means in
-        evaluation only.
+        evaluation only, if the configuration says so.
         """
         ids = _require_ids(input_ids, unsupported)
         known = require_cache(cache, past_key_values)
-        if known is None and (use_cache if use_cache is not None else labels is None and not self.training):
+        if use_cache is None and known is None:
+            use_cache = self.config.use_cache and labels is None and not self.training
+        if use_cache and known is None:
             known = KVMDistCache()
         present = _present(attention_mask, ids, known)
         if labels is not None:

@@ -1,13 +1,15 @@
 """`generate` from a cache against `generate` that reads everything again for every token."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from models.cache import CachedSequence, read
+from models.folder.tokenizer import write_byte_tokenizer
 from models.hf import KVMDistCache, KVMDistForCausalLM
 from models.hf.generation import CACHE_KEY
 from parallel.sequence.context import WholeSequence
@@ -70,6 +72,19 @@ def test_a_padded_batch_writes_what_its_rows_write_alone(family: str, way: dict[
         for step, logits in enumerate(together.logits):
             expected = torch.cat([found.logits[step] for found in alone])
             assert (logits - expected).abs().max() <= 1e-5, side
+
+
+@pytest.mark.parametrize("way", [{}, BEAMS, SAMPLING], ids=str)
+def test_a_text_ends_with_the_words_that_stop_it(tmp_path: Path, way: dict[str, Any]) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), face("kvm/rwkv7")
+    expected = generate(model, prompts(1), **way)[0, PROMPT:]
+    stop = tokenizer.decode(expected[2:4])
+    found = generate(model, prompts(1), stop_strings=[stop], tokenizer=tokenizer, **way)[0, PROMPT:]
+    if way is not BEAMS:  # whose beams end at different places
+        assert torch.equal(found, expected[:4])
+    assert stop in tokenizer.decode(found)
+    assert len(found) < NEW
 
 
 def test_a_prompt_in_pieces_is_read_as_a_whole_one() -> None:

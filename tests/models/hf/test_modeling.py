@@ -98,6 +98,9 @@ def test_a_cache_comes_back_where_it_is_wanted() -> None:
     logits, kept = model.eval()(ids, return_dict=False)
     assert logits.shape == (2, 9, 61)
     assert isinstance(kept, KVMDistCache)
+    model.config.use_cache = False
+    assert model(ids).past_key_values is None
+    assert isinstance(model(ids, use_cache=True).past_key_values, KVMDistCache)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_weights_can_be_loaded_in_bfloat16(folder: Path) -> None:
     assert text.shape == (2, 40)
 
 
+def test_a_model_can_be_loaded_without_a_cache(folder: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, use_cache=False)
+    assert loaded(tiny_batch(9)[0]).past_key_values is None
+    loaded.save_pretrained(folder / "again")
+    assert json.loads((folder / "again" / "config.json").read_text())["use_cache"] is False
+
+
 def test_a_model_can_be_loaded_with_another_budget(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     config.model["kvm"]["budget"]["factor"] = 6.0
