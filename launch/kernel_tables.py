@@ -60,7 +60,7 @@ def _compiled(rows: list[CompileRow]) -> Table:
     for row in rows:
         matrix = ", ".join(f"{name} {count}" for name, count in row.matrix_instructions.items() if count)
         table.add_row(
-            row.kernel,
+            row.kernel.removesuffix("_kernel") + (f", {row.variant}" if row.variant else ""),
             row.target if row.memory == "buffers" else f"{row.target}, {row.memory}",
             row.dtype,
             *(str(number) for number in (row.width, row.chunk, row.registers, row.spills)),

@@ -76,7 +76,21 @@ def test_the_compile_report_prints_what_the_compiler_said(
 ) -> None:
     tables = pytest.importorskip("launch.kernel_tables", reason="needs Triton")
     row = tables.CompileRow(
-        "read", "gfx942", "bfloat16", 128, 256, 200, 0, 32_768, 4, 999, {"v_mfma": 64}, 0.5, "no buffers", 0
+        "read",
+        "gfx942",
+        "bfloat16",
+        128,
+        256,
+        200,
+        0,
+        32_768,
+        4,
+        999,
+        {"v_mfma": 64},
+        0.5,
+        "no buffers",
+        0,
+        "KEEP=True",
     )
 
     def compiled(classes: list[Any], workers: int, finished: Callable[[Any], None]) -> list[Any]:
@@ -91,7 +105,7 @@ def test_the_compile_report_prints_what_the_compiler_said(
     printed, told = capsys.readouterr()
     assert " 25% done: sm_90 bfloat16 D=128 C=256" in told
     assert "100% done: gfx950" in told
-    for words in ("gfx942, no buffers", "v_mfma 64", "50%", "32.0", "MI325X", "H200"):
+    for words in ("read, KEEP=True", "gfx942, no buffers", "v_mfma 64", "50%", "32.0", "MI325X", "H200"):
         assert words in printed
     written = json.loads(path.read_text())
     assert written["compiled"][0]["registers"] == 200

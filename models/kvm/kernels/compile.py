@@ -56,7 +56,7 @@ class Compiled:
     spills: int  # loads and stores of what did not fit (NVIDIA), or registers that did not fit (AMD)
     shared_bytes: int
     warps: int
-    instructions: int  # lines of machine code
+    instructions: int  # lines of PTX, or of AMD's assembly
     matrix_instructions: dict[str, int]
     buffer_instructions: int
 

@@ -10,6 +10,7 @@ from typing import get_args
 import torch
 
 from models.kvm.kernels.compile import Compiled, Memory, compile_launch
+from models.kvm.kernels.launch import Launch
 from models.kvm.kernels.roofline import RooflineRow, roofline
 from models.kvm.kernels.samples import ShapeClass, sample_launches
 from models.kvm.kernels.tuning import TARGETS, Target
@@ -38,6 +39,7 @@ class CompileRow:
     occupancy: float  # at most, as a share of the warps or waves that a unit can hold
     memory: Memory
     buffer_instructions: int
+    variant: str = ""  # constants by which the kernel's rows of one class differ
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -104,11 +106,22 @@ def compile_class(one: ShapeClass) -> list[CompileRow]:
 
 def _rows(one: ShapeClass) -> Iterator[CompileRow]:
     target = TARGETS[one.target]
-    for launch in sample_launches(target, one.dtype, one.width, one.chunk):
-        yield _row(compile_launch(launch, one.memory), target, one)
+    launches = sample_launches(target, one.dtype, one.width, one.chunk)
+    for launch in launches:
+        yield _row(compile_launch(launch, one.memory), target, one, variant(launch, launches))
 
 
-def _row(compiled: Compiled, target: Target, one: ShapeClass) -> CompileRow:
+def variant(launch: Launch, launches: Sequence[Launch]) -> str:
+    """The constants by which a launch differs from others of its kernel."""
+    others = [one.constants for one in launches if one.kernel is launch.kernel]
+    return ", ".join(
+        f"{name}={value}"
+        for name, value in launch.constants.items()
+        if any(constants[name] != value for constants in others)
+    )
+
+
+def _row(compiled: Compiled, target: Target, one: ShapeClass, variant: str) -> CompileRow:
     return CompileRow(
         compiled.kernel,
         compiled.target,
@@ -124,6 +137,7 @@ def _row(compiled: Compiled, target: Target, one: ShapeClass) -> CompileRow:
         occupancy(compiled, target),
         one.memory,
         compiled.buffer_instructions,
+        variant,
     )
 
 

@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from models.kvm.kernels.report import Rows, ShapeClass, compiling, shape_classes
+from models.kvm.kernels.report import Rows, ShapeClass, compiling, shape_classes, variant
+from models.kvm.kernels.samples import sample_launches
 from models.kvm.kernels.tuning import (
     KERNELS,
     OTHER_CUDA,
@@ -92,6 +94,14 @@ def test_estimates_of_shared_memory_are_no_smaller_than_what_the_compiler_takes(
         if kernel := ESTIMATED.get(row.kernel):
             tile = choose(kernel, target, shape)
             assert row.shared_bytes <= shared_estimate(kernel, tile, target, shape), row
+
+
+def test_rows_of_one_class_are_told_apart() -> None:
+    launches = sample_launches(TARGETS["sm_90"], torch.bfloat16, 128)
+    told = [(launch.kernel.__name__, variant(launch, launches)) for launch in launches]
+    assert len(set(told)) == len(told)
+    assert ("route_kernel", "APPENDS=False") in told
+    assert ("sort_kernel", "") in told
 
 
 def test_all_shape_classes_take_all_rows() -> None:
