@@ -26,10 +26,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
-app.command()(evaluate)
-app.command("import")(import_folder)
-app.command()(export)
-app.command()(miniature)
 
 Config = Annotated[
     Path, typer.Argument(help="a YAML file, such as configs/quickstart.yaml", metavar="CONFIG")
@@ -137,8 +133,10 @@ def plan(
 
 @data_app.command("prepare")
 def data_prepare(
-    source: Annotated[str, typer.Argument(help="file, folder, .jsonl[.gz|.zst], or python-stdlib")],
-    out: Annotated[Path, typer.Argument(help="folder for the shards")],
+    source: Annotated[
+        str, typer.Argument(help="file, folder, .jsonl[.gz|.zst], or python-stdlib", metavar="SOURCE")
+    ],
+    out: Annotated[Path, typer.Argument(help="folder for the shards", metavar="OUT")],
     tokenizer: Annotated[str, typer.Option(help="bytes, rwkv-world, or a Hugging Face one")] = "bytes",
     validation_fraction: Annotated[float, typer.Option(help="share of documents held out")] = 0.05,
 ) -> None:
@@ -167,7 +165,9 @@ def checkpoint_list(run: Annotated[Path, typer.Argument(help="run directory", me
 
 
 @checkpoint_app.command("verify")
-def checkpoint_verify(path: Annotated[Path, typer.Argument(help="folder of one checkpoint")]) -> None:
+def checkpoint_verify(
+    path: Annotated[Path, typer.Argument(help="folder of one checkpoint", metavar="CHECKPOINT")],
+) -> None:
     """Check the size and hash of every file of a checkpoint."""
     from launch.checkpoint_commands import verify
 
@@ -177,10 +177,16 @@ def checkpoint_verify(path: Annotated[Path, typer.Argument(help="folder of one c
 @app.command()
 def sample(
     checkpoint: Annotated[
-        Path, typer.Argument(help="folder of one checkpoint, a run directory, or an exported folder")
+        Path,
+        typer.Argument(
+            help="folder of one checkpoint, a run directory, or an exported folder", metavar="CHECKPOINT"
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="text to go on from")],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="changes, such as model.kvm.budget.factor=32", metavar="[KEY=VALUE]..."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="tokens to add", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="same seed, same text")] = 0,
@@ -189,6 +195,12 @@ def sample(
     from kvm_dist.sampling import sample as sampled
 
     print(sampled(checkpoint, prompt, tokens, temperature, seed, overrides or []))
+
+
+app.command()(evaluate)
+app.command("import")(import_folder)
+app.command()(export)
+app.command()(miniature)
 
 
 @config_app.command("show")

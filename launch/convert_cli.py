@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-Out = Annotated[Path, typer.Argument(help="a folder that does not exist yet, or is empty")]
+Out = Annotated[Path, typer.Argument(help="a folder that does not exist yet, or is empty", metavar="OUT")]
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None, typer.Option(help="of the weights; as they are if not given")
 ]
@@ -32,7 +32,10 @@ def import_folder(
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="folder of one checkpoint, a run directory, or an imported folder")
+        Path,
+        typer.Argument(
+            help="folder of one checkpoint, a run directory, or an imported folder", metavar="CHECKPOINT"
+        ),
     ],
     out: Out,
     layout: Annotated[

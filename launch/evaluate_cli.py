@@ -17,7 +17,8 @@ Targets = Annotated[
 def evaluate(
     targets: Targets,
     task: Annotated[
-        str, typer.Option(help="perplexity, position-loss, needle, memory, or lm-eval:TASK[,TASK]")
+        str,
+        typer.Option(help="perplexity, position-loss, needle, memory[:LAYER.HEAD], or lm-eval:TASK[,TASK]"),
     ],
     data: Annotated[
         Path | None, typer.Option(help="prepared data whose held-out documents are read, not the run's")
@@ -26,7 +27,8 @@ def evaluate(
         list[int] | None, typer.Option(help="context; for the needle give it again for more lengths", min=1)
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="at most so many documents, sequences or questions", min=1)
+        int | None,
+        typer.Option(help="at most so many documents, sequences or questions; not of the needle", min=1),
     ] = None,
     block_tokens: Annotated[int, typer.Option(help="position-loss: tokens of a block", min=1)] = 1024,
     minimum_tokens: Annotated[

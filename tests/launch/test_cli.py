@@ -2,14 +2,20 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from kvm_dist.load import load_config
+from launch.cli import app
 from launch.ui import command
 from parallel.placement import LOOPBACK
 from tests.test_interface import VERBS
@@ -32,6 +38,24 @@ def kvm_dist(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text("name: one\ndata: {path: shards}\n")
     return tmp_path
+
+
+def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, in the order of the help."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, (*before, name))
+        else:
+            yield (*before, name)
+
+
+def test_help_begins_with_training_and_names_every_argument_in_capitals() -> None:
+    found = list(commands(get_command(app)))
+    assert found[0] == ("train",)
+    for words in found:
+        usage = re.search(r"Usage:.*?\n\s*\n", CliRunner().invoke(app, [*words, "--help"]).stdout, re.DOTALL)
+        assert usage is not None
+        assert re.findall(r"{[^}]*[a-z][^}]*}", usage[0]) == [], words
 
 
 def test_help_names_every_command(folder: Path) -> None:
