@@ -9,6 +9,14 @@ from kvm_dist.evaluate.session import continuation
 from kvm_dist.exit_codes import ConfigError
 from kvm_dist.pretrained import open_pretrained
 
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def readable(text: str) -> str:
+    """`text` for a terminal: pictures stand for control characters, which would reprogram it."""
+    return text.translate(_PICTURES)
+
 
 def sample(
     path: Path, prompt: str, tokens: int, temperature: float, seed: int, overrides: Sequence[str] = ()

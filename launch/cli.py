@@ -1,6 +1,7 @@
 """The command line: a table of contents. Bodies import what they need, so that `--help` stays instant."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -192,9 +193,11 @@ def sample(
     seed: Annotated[int, typer.Option(help="same seed, same text")] = 0,
 ) -> None:
     """Let a checkpoint write."""
+    from kvm_dist.sampling import readable
     from kvm_dist.sampling import sample as sampled
 
-    print(sampled(checkpoint, prompt, tokens, temperature, seed, overrides or []))
+    text = sampled(checkpoint, prompt, tokens, temperature, seed, overrides or [])
+    print(readable(text) if sys.stdout.isatty() else text)
 
 
 app.command()(evaluate)

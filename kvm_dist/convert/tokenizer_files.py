@@ -9,6 +9,7 @@ from kvm_dist.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
+from kvm_dist.exit_codes import StorageError
 from models.folder.config import OWN_TOKENIZER
 from models.folder.tokenizer import write_byte_tokenizer, write_world_tokenizer
 
@@ -22,7 +23,22 @@ def own_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
-    """Write the files that `AutoTokenizer` loads; how `config.json` names the tokenizer."""
+    """Write the files that `AutoTokenizer` loads; how `config.json` names the tokenizer.
+
+    Raises StorageError where they cannot be written.
+    """
+    try:
+        return _write(tokenizer, folder)
+    except OSError:
+        raise
+    except Exception as error:  # the one kind of the tokenizers library
+        raise StorageError(
+            f"the files of tokenizer {tokenizer.name} cannot be written ({error}); make room or permissions, or "
+            "give another path"
+        ) from error
+
+
+def _write(tokenizer: Tokenizer, folder: Path) -> str:
     if isinstance(tokenizer, ByteTokenizer):
         write_byte_tokenizer(folder)
         return tokenizer.name

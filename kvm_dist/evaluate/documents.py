@@ -30,8 +30,9 @@ def held_out_data(folder: Path | None, opened: "Pretrained") -> DatasetIndex:
     data = opened.config.data
     if folder is None and not (data.path / INDEX_NAME).is_file():
         told = ", where the run had it" if opened.step else f"; {opened.path} does not say where its data is"
+        seen = "" if data.path.is_absolute() else f" below {Path.cwd()}"
         raise DataError(
-            f"no prepared data at data.path={data.path}{told}; give --data DIR, or run "
+            f"no prepared data at data.path={data.path}{seen}{told}; give --data DIR, or run "
             f"`kvm-dist data prepare SOURCE {data.path} --tokenizer {data.tokenizer}`"
         )
     index = load_index(folder or data.path)

@@ -212,6 +212,20 @@ def test_a_hugging_face_tokenizer_goes_along(tmp_path: Path) -> None:
     assert open_pretrained(tmp_path / "back").tokenizer.encode("ab").tolist() == [97, 98]
 
 
+def test_a_tokenizer_that_cannot_be_written_is_a_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(tmp_path)
+
+    def full(folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library says it
+
+    monkeypatch.setattr("kvm_dist.convert.tokenizer_files.write_byte_tokenizer", full)
+    with pytest.raises(StorageError, match=r"files of tokenizer bytes cannot be written \(No space left"):
+        exported(run, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_the_card_says_what_the_run_knows_and_leaves_the_licence_open(tmp_path: Path) -> None:
     run, model = make_run(tmp_path, layers=["kvm", "kvm", "sliding_window"])
     changes: dict[str, dict[str, object]] = {

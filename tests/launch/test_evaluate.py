@@ -93,6 +93,12 @@ def test_what_is_missing_decides_the_exit_code(tiny_run: TinyRun, tmp_path: Path
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(StorageError, match="has no checkpoint yet"):
         evaluate(["run"], "perplexity", None, Options())
+    exported = tmp_path / "exported"
+    export_model(tiny_run.directory, exported, "huggingface", None, 10**9, silent=True)
+    with pytest.raises(
+        DataError, match=f"no prepared data at data.path=data/.* below {tmp_path}; .*--data DIR"
+    ):
+        evaluate([str(exported)], "perplexity", None, Options())
     with pytest.raises(DataError, match="no dataset at absent"):
         evaluate([str(tiny_run.directory)], "perplexity", None, Options(data=Path("absent")))
     with pytest.raises(ConfigError, match="take back what was changed"):
