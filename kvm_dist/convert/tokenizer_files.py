@@ -33,8 +33,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
         raise
     except Exception as error:  # the one kind of the tokenizers library
         raise StorageError(
-            f"the files of tokenizer {tokenizer.name} cannot be written ({error}); make room or permissions, or "
-            "give another path"
+            f"the files of tokenizer {tokenizer.name} cannot be written ({error}); make room or permissions, "
+            "or give another path"
         ) from error
 
 

@@ -28,8 +28,8 @@ class KVMDistWorldTokenizer(PreTrainedTokenizer):
     def __init__(self, vocab_file: str | None = None, **options: Any) -> None:
         if vocab_file is None:  # what transformers gives where the file is missing
             raise ValueError(
-                f"no {WORLD_VOCABULARY} in the folder, nor files of another tokenizer; copy it again, or make "
-                "it again with one: kvm-dist import DIR OUT --tokenizer NAME"
+                f"no {WORLD_VOCABULARY} in the folder, nor files of another tokenizer; copy it again, or "
+                "make it again with one: kvm-dist import DIR OUT --tokenizer NAME"
             )
         self.vocab_file = Path(vocab_file)
         self._id_of = dict(_entries(self.vocab_file))
