@@ -21,13 +21,19 @@ def layout_record(config: RunConfig, world: World) -> dict[str, float | str]:
         "parallel.sequence": parallel.sequence,
         "parallel.shards": parallel.shards,
         "parallel.growth_cost": parallel.growth_cost,
+        "parallel.head_parallel": parallel.head_parallel,
+        "parallel.node_splits": parallel.node_splits,
         "parallel.alternate_chain": parallel.alternate_chain,
         "parallel.zero_stage": parallel.zero_stage,
         "parallel.bucket_elements": parallel.bucket_elements,
         "train.accumulation": config.train.accumulation,
+        "train.loss_chunk": config.train.loss_chunk or "none",
         "device": world.device.type,
         "torch": torch.__version__,
     }
+    for kind, layer in config.model.used_layer_configs.items():
+        if backend := getattr(layer, "backend", None):
+            record[f"model.{kind}.backend"] = backend
     if world.device.type == "cpu":
         record["parallel.threads_per_rank"] = torch.get_num_threads()
     return record

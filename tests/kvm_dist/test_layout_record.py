@@ -47,12 +47,33 @@ def test_another_number_of_threads_at_a_resume_is_said(
         {"parallel": {"growth_cost": 3}},
         {"train": {"accumulation": 2}},
         {"parallel": {"data": 4}},
+        {"parallel": {"node_splits": "routing"}},
+        {"train": {"loss_chunk": 64}},
+        {"model": {"kvm": {"backend": "torch"}}},
     ],
     ids=str,
 )
 def test_every_part_of_a_layout_counts(section: dict[str, Any]) -> None:
     now = layout_record(RunConfig.model_validate(section), world())
     assert len(layout_changes(layout_record(RunConfig(), world()), now)) == 1
+
+
+def test_ranks_that_share_heads_cut_sequences_elsewhere() -> None:
+    alone, together = (
+        layout_record(RunConfig.model_validate({"parallel": {"sequence": 2, "head_parallel": size}}), world())
+        for size in (1, 2)
+    )
+    assert layout_changes(alone, together) == ["parallel.head_parallel 1 -> 2"]
+
+
+def test_a_backend_counts_where_its_kind_is_in_use() -> None:
+    layers = ["gated_deltanet"]
+    now = {"model": {"layers": layers, "gated_deltanet": {"backend": "torch"}, "kvm": {"backend": "torch"}}}
+    before, after = (
+        layout_record(RunConfig.model_validate(config), world())
+        for config in ({"model": {"layers": layers}}, now)
+    )
+    assert layout_changes(before, after) == ["model.gated_deltanet.backend auto -> torch"]
 
 
 def test_a_checkpoint_that_tells_of_no_layout_is_taken_in_silence(caplog: pytest.LogCaptureFixture) -> None:
