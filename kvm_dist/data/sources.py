@@ -9,7 +9,7 @@ import numpy as np
 from kvm_dist.data.index import DatasetIndex
 from kvm_dist.data.order import Pool, SequenceOrder
 
-MOST_NAMED = 8  # shards in one text
+MOST_NAMED = 8  # shards in one text, and groups of neighbours in one shard
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,13 @@ def in_words(sources: Mapping[int, Iterable[Excerpt]]) -> str:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """{1, 2, 3, 7} -> "1-3, 7"."""
+    """{1, 2, 3, 7} -> "1-3, 7"; of very many the first."""
     runs = groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(group) for _, group in runs)]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ends[:MOST_NAMED]]
+    if rest := sum(last - first + 1 for first, last in ends[MOST_NAMED:]):
+        words.append(f"and {rest} more")
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ def test_neighbours_are_named_together() -> None:
     assert in_words({6: [Excerpt("a.tar", 0, 3, 5)], 5: excerpts}) == (
         "sequences 5-6 of the run, cut from documents a.tar 0; b.tar 2-4, 9"
     )
+    scattered = [Excerpt("a.tar", number, 0, 1) for number in range(0, 40, 2)]
+    assert in_words({0: scattered}).endswith("a.tar 0, 2, 4, 6, 8, 10, 12, 14, and 12 more")
     many = {number: [Excerpt(f"{number:02d}.tar", 1, 0, 1)] for number in range(10)}
     assert in_words(many).endswith("07.tar 1; and of 2 more shards")
 
