@@ -51,8 +51,8 @@ Rows = Future[list[CompileRow]]
 def shape_classes(every: bool = True) -> list[ShapeClass]:
     """Those that take every row of `tuning.py`, slowest to compile first; False: the published shape alone.
 
-    Chunks of 512 and float16, which share their rows with others, come once for each vendor, and the other
-    ways to reach memory once for each of AMD's.
+    Chunks of 512 and float16, which share their rows with others, come once for each vendor, the other ways
+    to reach memory once for each GPU of AMD's, and the operator's switches once for each.
     """
     published = [ShapeClass(name, *PUBLISHED) for name in GPU_NAMES]
     if not every:
@@ -72,6 +72,7 @@ def shape_classes(every: bool = True) -> list[ShapeClass]:
         others += [ShapeClass(name, torch.float16, 128), ShapeClass(name, *PUBLISHED, chunk=512)]
     for name in ("gfx942", "gfx950"):
         others += [ShapeClass(name, *PUBLISHED, memory=memory) for memory in get_args(Memory)[1:]]
+    others += [ShapeClass(name, *PUBLISHED, switched=True) for name in GPU_NAMES]
     return [*others, *published]
 
 
@@ -106,7 +107,7 @@ def compile_class(one: ShapeClass) -> list[CompileRow]:
 
 def _rows(one: ShapeClass) -> Iterator[CompileRow]:
     target = TARGETS[one.target]
-    launches = sample_launches(target, one.dtype, one.width, one.chunk)
+    launches = sample_launches(target, one.dtype, one.width, one.chunk, one.switched)
     for launch in launches:
         yield _row(compile_launch(launch, one.memory), target, one, variant(launch, launches))
 

@@ -25,23 +25,31 @@ class ShapeClass:
     width: int
     chunk: int = 256
     memory: Memory = "buffers"
+    switched: bool = False  # calls with all switches on, and with all parts left out that may be
 
     def __str__(self) -> str:
         name = f"{self.target} {str(self.dtype).removeprefix('torch.')} D={self.width} C={self.chunk}"
+        name += ", switches" if self.switched else ""
         return name if self.memory == "buffers" else f"{name}, {self.memory}"
 
 
-def sample_launches(target: Target, dtype: torch.dtype, width: int, chunk: int = 256) -> list[Launch]:
+def sample_launches(
+    target: Target, dtype: torch.dtype, width: int, chunk: int = 256, switched: bool = False
+) -> list[Launch]:
     """Forward, backward and decoding with n=2: every kernel of one shape class.
 
-    Each kernel comes once per set of constants; a growing and a fixed budget route differently.
+    Each kernel comes once per set of constants; a growing and a fixed budget route differently. switched: see
+    `ShapeClass`; forward and backward alone.
     """
     calls = _Calls(dtype, width, chunk)
     with recorded_launches(target) as recorded:
-        for budget in (PowerLawBudget(), FixedBudget(slots=chunk)):
-            calls.train(budget)
-        for tokens in (1, chunk):
-            calls.go_on(tokens)
+        if switched:
+            calls.train_switched()
+        else:
+            for budget in (PowerLawBudget(), FixedBudget(slots=chunk)):
+                calls.train(budget)
+            for tokens in (1, chunk):
+                calls.go_on(tokens)
     launches: dict[tuple[object, ...], Launch] = {}
     for launch in recorded:
         launches.setdefault((launch.kernel.__name__, *sorted(launch.constants.items())), launch)
@@ -58,22 +66,23 @@ class _Calls:
     def _position(self) -> int:
         return 4 * self.chunk + 100
 
-    def _tokens(self, count: int) -> dict[str, Tensor]:
-        shape = (1, count, HEADS, self.width)
-        tokens = {name: torch.empty(shape, dtype=self.dtype) for name in ("q", "k", "v")}
-        return {**tokens, "merge_gate": torch.empty(shape[:3], dtype=self.dtype)}
+    def _tokens(self, count: int, group: int = 1) -> dict[str, Tensor]:
+        """And what else belongs to a head of keys, each read by `group` heads of queries."""
+        shapes = dict.fromkeys(("k", "v"), (1, count, HEADS // group, self.width))
+        tokens = {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
+        return {
+            "q": torch.empty(1, count, HEADS, self.width, dtype=self.dtype),
+            **tokens,
+            "merge_gate": torch.empty(1, count, HEADS // group, dtype=self.dtype),
+            "state_temperature": torch.empty(HEADS // group),
+            "window_temperature": torch.empty(HEADS // group),
+        }
 
     def _call(self, budget: SlotBudget, tokens: dict[str, Tensor], **more: Any) -> Tensor:
         """With gradients, where those are on."""
-        parameters = {
-            "key_norm_weight": torch.empty(self.width),
-            "key_norm_bias": torch.empty(self.width),
-            "state_temperature": torch.empty(HEADS),
-            "window_temperature": torch.empty(HEADS),
-        }
-        arguments: dict[str, Any] = {
-            name: tensor.requires_grad_() for name, tensor in (tokens | parameters).items()
-        }
+        norm = {name: torch.empty(self.width) for name in ("key_norm_weight", "key_norm_bias")}
+        arguments: dict[str, Any] = {"merge_gate": None}
+        arguments |= {name: tensor.requires_grad_() for name, tensor in (tokens | norm).items()}
         output, _ = kvm_attention(
             **arguments,
             budget=budget,
@@ -88,6 +97,16 @@ class _Calls:
     def train(self, budget: SlotBudget) -> None:
         output = self._call(budget, self._tokens(self._position))
         output.backward(torch.empty_like(output))
+
+    def train_switched(self) -> None:
+        grouped, bare = self._tokens(self._position, group=4), self._tokens(self._position)
+        for name in ("merge_gate", "state_temperature", "window_temperature"):
+            del bare[name]
+        for output in (
+            self._call(PowerLawBudget(), grouped, gate_appends=True, gate_first_state=True),
+            self._call(PowerLawBudget(), bare, value_radius=False),
+        ):
+            output.backward(torch.empty_like(output))
 
     def go_on(self, tokens: int) -> None:
         """Without gradients, after a state."""

@@ -46,6 +46,7 @@ WITH_PRODUCTS = {
     "read_backward_slots_kernel",
     "read_backward_window_kernel",
 }
+AFTER_A_STATE = {"norm_slots_kernel", "decode_kernel", "join_pieces_kernel"}
 ESTIMATED: dict[str, Kernel] = {
     "route_kernel": "route",
     "read_kernel": "read",
@@ -66,7 +67,8 @@ def compiled() -> Iterator[Compiled]:
 @pytest.mark.parametrize("one", WANTED, ids=str)
 def test_kernels_fit_do_not_spill_and_use_matrix_units(one: ShapeClass, compiled: Compiled) -> None:
     target, rows = TARGETS[one.target], compiled[one].result()
-    assert {row.kernel for row in rows} == WITH_PRODUCTS | WITHOUT_PRODUCTS
+    left_out = AFTER_A_STATE if one.switched else set()
+    assert {row.kernel for row in rows} == (WITH_PRODUCTS | WITHOUT_PRODUCTS) - left_out
     # Float32 products of such width are exact, since three tf32 passes do not fit into registers.
     exact = (one.dtype.itemsize, one.width, target.backend) == (4, 256, "cuda")
     for row in rows:
