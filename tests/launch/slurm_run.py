@@ -13,6 +13,7 @@ from tests.launch.tiny_run import TinyRun
 from tests.support import slurm_cluster
 
 REBOOT_SECONDS = 3.0
+CREDENTIAL_SECONDS = 2.0  # started in the second it was ended in, a job is refused by its nodes, and gone
 PATIENCE_SECONDS = 450.0  # of a machine with other work; each wait ends as soon as it can
 
 
@@ -66,20 +67,27 @@ class SlurmRun(TinyRun):
         return min((beat.step for beat in beats), default=1) - 1
 
     def start_again_now(self) -> None:
-        """Wait until the job is back in the queue, and start it at once: Slurm alone takes two minutes."""
+        """Wait until the job is back in the queue, and start it soon: Slurm alone takes two minutes."""
         self.wait("requeue", lambda: slurm("squeue", "-h", "-j", self.job, "-o", "%T") == "PENDING")
+        self._start_soon()
+
+    def _start_soon(self) -> None:
+        time.sleep(CREDENTIAL_SECONDS)
         slurm("scontrol", "update", f"jobid={self.job}", "StartTime=now")
 
     def lose_node(self, node: str) -> None:
         """Its power is cut; it is back once the job waits and some seconds have passed, as after a reboot.
 
-        Slurm 22.05 creates no steps on a node that is back in the moment it was declared down.
+        Slurm 22.05 now and then creates no steps on a node that came back by itself, until a person says that
+        it is in service.
         """
         restarts = self.restarts()
         slurm_cluster.kill_node(node)
         self.wait("requeue", lambda: self.restarts() > restarts and self.state() == "PENDING")
         time.sleep(REBOOT_SECONDS)
         slurm_cluster.start_node(node)
+        self.wait_for_node(node)
+        slurm_cluster.return_to_service(node)
         self.wait_for_node(node)
 
     def restarts(self) -> int:
@@ -93,12 +101,12 @@ class SlurmRun(TinyRun):
         )
 
     def wait_for_end(self, start_again: bool = False) -> None:
-        """Until the job has left the queue; `start_again`: at once whenever it is back there."""
+        """Until the job has left the queue; `start_again`: soon whenever it is back there."""
 
         def ended() -> bool:
             state = slurm("squeue", "-h", "-j", self.job, "-o", "%T")
             if start_again and state == "PENDING":
-                slurm("scontrol", "update", f"jobid={self.job}", "StartTime=now")
+                self._start_soon()
             return state == ""
 
         self.wait("end", ended)

@@ -148,6 +148,12 @@ def kill_node(node: str) -> None:
         _wait_for_end(process)
 
 
+def return_to_service(node: str) -> None:
+    """What an administrator does with a node that was down."""
+    output("scontrol", "update", f"nodename={node}", "state=down", "reason=rebooted")
+    output("scontrol", "update", f"nodename={node}", "state=resume")
+
+
 def node_pid(node: str) -> int | None:
     return _alive(FOLDER / f"{node}.pid")
 

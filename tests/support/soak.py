@@ -79,6 +79,10 @@ def soak(folder: Path, steps: int, faults: int, rng: random.Random) -> bool:
         run.wait_for_end(start_again=True)
     finally:
         run.cancel()
+        run.wait_for_end()
+    if not over(run):
+        codes = [attempt.code for attempt in read_attempts(run.directory)]
+        raise SystemExit(f"the job left the queue before the run was over: ends {codes}\n{run.output()}")
     seconds = time.monotonic() - begun
     metrics = run.metrics()
     productive = sum(line["perf/step_seconds"] for line in metrics)
