@@ -17,19 +17,23 @@ from kvm_dist.pretrained import Pretrained
 
 
 class HarnessModel(LM):
-    """The harness's interface over a `TextModel`."""
+    """The harness's interface over a `TextModel`. asked: all tasks were set up, and the model is in use."""
 
     def __init__(self, text_model: TextModel) -> None:
         super().__init__()
         self._text_model = text_model
+        self.asked = False
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self.asked = True
         return self._text_model.log_likelihoods([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        self.asked = True
         return self._text_model.document_log_likelihoods([request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        self.asked = True
         return self._text_model.write([writing_of(*request.args) for request in requests])
 
 
@@ -41,9 +45,10 @@ def evaluate(opened: Pretrained, options: Options, watch: Watch) -> Outcome:
     names = _known(options, manager)
     longest = options.one_length(0) or None
     text_model = TextModel(opened.model, opened.tokenizer, watch, longest, options.seed)
+    model = HarnessModel(text_model)
     try:
         found = lm_eval.simple_evaluate(
-            model=HarnessModel(text_model),
+            model=model,
             tasks=names,
             num_fewshot=options.shots,
             limit=options.limit,
@@ -60,6 +65,13 @@ def evaluate(opened: Pretrained, options: Options, watch: Watch) -> Outcome:
             f"lm-eval {', '.join(names)}: data is not on this machine: {type(error).__name__}: {error}. Load "
             "it once where there is network into the cache that HF_HOME names and bring that here, or give "
             "--tasks-dir DIR with task files that name local data files"
+        ) from error
+    except Exception as error:
+        if model.asked:
+            raise
+        raise ConfigError(
+            f"lm-eval {', '.join(names)}: cannot be set up: {type(error).__name__}: {error}; mend the task's "
+            "file, or what it says of its data"
         ) from error
     scores = {name: _numbers(values) for name, values in found["results"].items()}
     return Outcome(

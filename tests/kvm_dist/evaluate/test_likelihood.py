@@ -178,6 +178,24 @@ def test_unknown_tasks_and_data_that_is_not_here_have_their_own_errors(
     harness.error = ConnectionError("Couldn't reach the hub")
     with pytest.raises(DataError, match=r"not on this machine: ConnectionError.*HF_HOME.*--tasks-dir"):
         evaluate(opened, Options(argument="own"), nobody_watches)
+    harness.error = KeyError("question")
+    with pytest.raises(
+        ConfigError, match=r"own: cannot be set up: KeyError: 'question'; mend the task's file"
+    ):
+        evaluate(opened, Options(argument="own"), nobody_watches)
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_a_task(
+    tiny_run: TinyRun, harness: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvm_dist.evaluate.lm_eval import evaluate
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvm_dist.evaluate.likelihood.TextModel.log_likelihoods", broken)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(tiny_run.open(), Options(argument="own"), nobody_watches)
 
 
 def test_without_the_harness_the_error_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
