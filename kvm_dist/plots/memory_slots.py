@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -142,12 +143,26 @@ def _token(figure: Figure, x: float, y: float, text: Mapping[str, Any], size: fl
     """A token between what stands around it, in a colour of its own, always at the same place."""
     width = _MONO_WIDTH * size / 72 / figure.get_figwidth()
     before, token, after = (text[name].translate(_VISIBLE) for name in ("before", "text", "after"))
-    token = token[: 2 * around] or "·"
-    middle = x + width * around
-    figure.text(middle, y, before[-around:], fontsize=size, color=FAINT, ha="right", **_MONO)
+    token = _fitting(token, 2 * around) or "·"
+    middle, before = x + width * around, _fitting(before[::-1], around)[::-1]
+    figure.text(middle, y, before, fontsize=size, color=FAINT, ha="right", **_MONO)
     figure.text(middle, y, token, fontsize=size, color=RED, fontweight="bold", **_MONO)
-    rest = max(around + 1 - len(token), 0)
-    figure.text(middle + width * len(token), y, after[:rest], fontsize=size, color=FAINT, **_MONO)
+    after = _fitting(after, around + 1 - _cells(token))
+    figure.text(middle + width * _cells(token), y, after, fontsize=size, color=FAINT, **_MONO)
+
+
+def _cells(text: str) -> int:
+    """Places of one letter that `text` takes: two for a wide letter, none for one that stands on another."""
+    return sum(
+        0 if combining(letter) else 2 if east_asian_width(letter) in ("W", "F") else 1 for letter in text
+    )
+
+
+def _fitting(text: str, cells: int) -> str:
+    """The begin of `text`, as far as it fits."""
+    while text and _cells(text) > cells:
+        text = text[:-1]
+    return text
 
 
 def _line(figure: Figure, x: tuple[float, float], y: tuple[float, float], color: str) -> None:

@@ -19,7 +19,7 @@ from kvm_dist.evaluate.memory_watch import LayerMemory, read_document, watched
 from kvm_dist.evaluate.tasks import Options, Outcome
 from kvm_dist.exit_codes import ConfigError
 from kvm_dist.plots.memory import draw
-from kvm_dist.plots.memory_slots import _spread
+from kvm_dist.plots.memory_slots import _cells, _fitting, _spread
 from kvm_dist.pretrained import Pretrained
 from models.cache import CachedSequence, read
 from models.config import KVMConfig
@@ -262,3 +262,9 @@ def test_labels_keep_their_order_and_distance_within_the_picture() -> None:
 
 def _budget() -> Any:
     return tiny_config(["kvm"]).kvm.budget
+
+
+def test_wide_letters_take_the_room_of_two() -> None:
+    assert (_cells("abc"), _cells("日本"), _cells("🎉a"), _cells("e\u0301")) == (3, 4, 3, 1)
+    assert _fitting("日本語", 5) == "日本"
+    assert _fitting("abc", 0) == _fitting("abc", -3) == ""
