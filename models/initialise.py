@@ -14,7 +14,10 @@ class Initialised(Protocol):
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill all parameters of `model`: a function of the seed and the model's shape, not of the global RNG."""
+    """Fill all parameters of `model`: a function of the seed and the model's shape, not of the global RNG.
+
+    Orthogonal matrices are rounded in their last bits as the CPU's threads share the work on them.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):

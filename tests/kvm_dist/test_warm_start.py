@@ -52,7 +52,8 @@ def save_trained(folder: Path, model: Backbone, precision: str = "float32", **da
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, alone: World) -> Path:
+    """With the threads of what it is compared with: several round an orthogonal matrix in their own way."""
     return save_trained(tmp_path_factory.mktemp("trained"), tiny_model(LAYERS))
 
 
@@ -68,8 +69,10 @@ def started(config: RunConfig, world: World) -> tuple[Backbone, Origin | None]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[World]:
+    threads = torch.get_num_threads()
     yield join_world(ParallelConfig(threads_per_rank=1), "cpu")
     leave_world()
+    torch.set_num_threads(threads)
 
 
 def changed(**settings: Any) -> ModelConfig:

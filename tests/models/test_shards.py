@@ -1,5 +1,6 @@
 """Layers on shards of a sequence against one rank: real messages between threads."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block_window of six blocks": {"block_window": BlockWindowConfig(chunk=8, window_chunks=6, sinks=2)},
     "full_attention by heads": {"num_heads": 8, "head_dim": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the logical ranks have: products are rounded otherwise where threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def on_one_rank(model: Backbone, ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
