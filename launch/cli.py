@@ -1,5 +1,6 @@
 """The command line: a table of contents. Bodies import what they need, so that `--help` stays instant."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -255,6 +256,11 @@ def plot(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN"
 
 def main() -> None:
     """Entry point of `kvm-dist`: documented exit codes, messages on stderr."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as some daemons start their programs
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of an encoding without some letter: a sign in its place
+        sys.stdout.reconfigure(errors="replace")
     leave(exit_code_of(app))
 
 

@@ -5,11 +5,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from kvm_dist.exit_codes import ExitCode, RunError
 
-_OF_THE_DISK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
@@ -25,10 +26,11 @@ def exit_code_of(action: Callable[[], object]) -> int:
         print("kvm-dist: interrupted", file=sys.stderr)
         return int(ExitCode.CRASH)
     except OSError as error:
-        if error.errno not in _OF_THE_DISK or error.filename is None:
+        if error.errno not in (_FULL if error.filename is None else _FULL | _FORBIDDEN):
             traceback.print_exc()
             return int(ExitCode.CRASH)
-        print(f"kvm-dist: {error.filename}: {error.strerror}; make room or permissions", file=sys.stderr)
+        place = "a file, or what is printed into one" if error.filename is None else error.filename
+        print(f"kvm-dist: {place}: {error.strerror}; make room or permissions", file=sys.stderr)
         return int(ExitCode.STORAGE)
     except Exception:
         traceback.print_exc()
@@ -38,8 +40,20 @@ def exit_code_of(action: Callable[[], object]) -> int:
 
 def leave(code: int) -> NoReturn:
     """End the process; after a failure at once: threads of a broken process group would abort it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flushed = [_flush(sys.stdout), _flush(sys.stderr)]
+    code = code or max(flushed)
     if code:
         os._exit(code)
     sys.exit(0)
+
+
+def _flush(stream: TextIO) -> int:
+    """The exit code of what came of the last lines: a full disk has no room for them."""
+
+    def flush() -> None:
+        try:
+            stream.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    return exit_code_of(flush)
