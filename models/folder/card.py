@@ -18,6 +18,8 @@ _KIND_NAMES = {
     "gated_deltanet": "Gated DeltaNet",
     "kda": "Kimi Delta Attention",
     "mamba2": "Mamba-2",
+    "deltanet": "DeltaNet",
+    "gla": "Gated Linear Attention",
 }
 _SHOWN_CONTEXTS = (1024, 8192, 32768, 131072)
 

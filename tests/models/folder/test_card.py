@@ -45,3 +45,9 @@ def test_the_card_is_honest_about_the_tokenizer(tokenizer: str | None, expected:
 
 def test_nothing_is_claimed_of_a_training_that_is_not_known() -> None:
     assert "## Training" not in card(tiny_config(["kvm"]))
+
+
+def test_recurrences_are_called_by_the_names_of_their_papers() -> None:
+    text = card(tiny_config(["deltanet", "gla"]))
+    assert "| 0 | DeltaNet |" in text
+    assert "| 1 | Gated Linear Attention |" in text
