@@ -12,8 +12,8 @@ import pytest
 from tests.support.fault_report import FaultReport
 
 REPORT_VARIABLE = "KVM_DIST_FAULT_REPORT"
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # before torch: threads of all wait for each other
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+# Before torch is imported: sums on several threads have other bits, and threads of all workers wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
