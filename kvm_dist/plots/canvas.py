@@ -35,7 +35,12 @@ def quiet(axes: Axes, x_label: str, y_label: str) -> None:
 
 def label_counts(axes: Axes) -> None:
     """1,000 instead of 1000.0 below the x axis."""
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+
+
+def plain(value: float) -> str:
+    """15,000, 2.5 or 0.002: no two marks of an axis say the same."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def save(figure: Figure, out: Path) -> Path:

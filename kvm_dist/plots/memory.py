@@ -8,13 +8,25 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from kvm_dist.plots.canvas import AMBER, BLUE, FAINT, GREEN, INK, RED, label_counts, new_figure, quiet, save
+from kvm_dist.plots.canvas import (
+    AMBER,
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    RED,
+    label_counts,
+    new_figure,
+    plain,
+    quiet,
+    save,
+)
 from kvm_dist.plots.memory_slots import slot_map, slot_texts
 
 SINKS, STATE, WINDOW = AMBER, GREEN, "#c9d6ea"
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#8fc7b0", GREEN, "#123f52"])
 _LAYERS_NAMED = 6
-_COUNTS = FuncFormatter(lambda value, _: f"{value:,.0f}")
+_COUNTS = FuncFormatter(lambda value, _: plain(value))
 
 Record = Mapping[str, Any]
 

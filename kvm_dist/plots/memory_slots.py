@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from kvm_dist.plots.canvas import FAINT, GREEN, GRID, INK, RED, label_counts, new_figure, quiet, save
+from kvm_dist.plots.canvas import FAINT, GREEN, GRID, INK, RED, label_counts, new_figure, plain, quiet, save
 
 _SHADES = LinearSegmentedColormap.from_list(
     "reads", ["#ffffff", "#d5ebe1", "#7dbfa4", GREEN, "#123f52"]
@@ -45,7 +45,7 @@ def slot_map(details: Mapping[str, Any], out: Path) -> Path:
     quiet(axes, "tokens read", "slot, by the time it was opened")
     axes.grid(visible=False)
     label_counts(axes)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     _name_slots(figure, axes, details["slots"][:_LABELS])
     bar = figure.colorbar(mesh, cax=figure.add_axes((0.73, 0.06, 0.235, 0.018)), orientation="horizontal")
     bar.outline.set_visible(False)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvm_dist.plots.canvas import FAINT, INK, new_figure, quiet, save
-from kvm_dist.plots.records import Record, cycled, label, legend_above, length_label
+from kvm_dist.plots.records import Record, counted, cycled, label, legend_above, length_label
 
 _SHARES = LinearSegmentedColormap.from_list("share found", ["#f2c7c4", "#fbeecb", "#8cc9a4", "#1f7a5a"])
 _MEANINGS = {
@@ -148,9 +148,10 @@ def _title(records: Sequence[Record]) -> str:
 def _subtitle(records: Sequence[Record]) -> str:
     settings = records[0]["settings"]
     if len(records) > 1:
-        return f"{settings['samples']} samples at each of {len(settings['depths'])} depths"
+        samples, depths = counted(settings["samples"], "sample"), len(settings["depths"])
+        return f"{samples} at each of {depths} depths" if depths > 1 else f"{samples} at one depth"
     context = settings["training_context"] or 0
     line = ""
     if min(settings["lengths"]) <= context < max(settings["lengths"]):
         line = f"; dashed: the training context of {context:,} tokens ends"
-    return f"share of {settings['samples']} samples a field; above: the mean of each length{line}"
+    return f"share of {counted(settings['samples'], 'sample')} a field; above: the mean of each length{line}"

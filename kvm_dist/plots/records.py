@@ -23,6 +23,11 @@ def length_label(tokens: float) -> str:
     return f"{tokens / 1024:g}K" if tokens >= 1024 and tokens % 512 == 0 else f"{tokens:,.0f}"
 
 
+def counted(number: int, thing: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def cycled(count: int) -> list[str]:
     """A colour for each of `count` checkpoints."""
     return [_COLOURS[number % len(_COLOURS)] for number in range(count)]

@@ -22,6 +22,7 @@ from kvm_dist.plots.canvas import (
     label_counts,
     mark,
     new_figure,
+    plain,
     quiet,
     save,
 )
@@ -144,7 +145,7 @@ def _training(records: Records, out: Path, name: str) -> Path:
         quiet(axes, "applied step" if index > 1 else "", "")
         axes.set_ylim(bottom=0, top=_robust_top(values))
         label_counts(axes)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     return save(figure, out)
 
 
@@ -228,8 +229,3 @@ def _facts(run_dir: Path) -> dict[str, Any]:
         "unit": "nats per byte" if is_bytes else "nats per token",
         "vocab_size": (config.get("model") or {}).get("vocab_size"),
     }
-
-
-def _plain(value: float) -> str:
-    """15,000 and 0.002."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"

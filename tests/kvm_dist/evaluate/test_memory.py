@@ -18,7 +18,8 @@ from kvm_dist.evaluate.memory_summary import quantiles
 from kvm_dist.evaluate.memory_watch import LayerMemory, read_document, watched
 from kvm_dist.evaluate.tasks import Options, Outcome
 from kvm_dist.exit_codes import ConfigError
-from kvm_dist.plots.memory import draw
+from kvm_dist.plots.canvas import label_counts, new_figure, plain
+from kvm_dist.plots.memory import _other_state, draw
 from kvm_dist.plots.memory_slots import _cells, _fitting, _spread
 from kvm_dist.pretrained import Pretrained
 from models.cache import CachedSequence, read
@@ -268,3 +269,26 @@ def test_wide_letters_take_the_room_of_two() -> None:
     assert (_cells("abc"), _cells("日本"), _cells("🎉a"), _cells("e\u0301")) == (3, 4, 3, 1)
     assert _fitting("日本語", 5) == "日本"
     assert _fitting("abc", 0) == _fitting("abc", -3) == ""
+
+
+def test_no_two_marks_of_an_axis_say_the_same() -> None:
+    assert list(map(plain, (0, 0.5, 1, 1.5, 2, 2.5, 1000, 1000.5, 15_000, 0.002))) == [
+        "0",
+        "0.5",
+        "1",
+        "1.5",
+        "2",
+        "2.5",
+        "1,000",
+        "1000.5",
+        "15,000",
+        "0.002",
+    ]
+    figure = new_figure("a", "b")
+    axes = figure.add_subplot()
+    _other_state(axes, {"positions": [1, 2], "values": [2.0, 2.6]})
+    label_counts(axes)
+    figure.canvas.draw()
+    for axis in (axes.yaxis, axes.xaxis):
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        assert len(set(texts)) == len(texts) > 2

@@ -15,6 +15,7 @@ from kvm_dist.evaluate.needle import NEEDLE_TASKS, REPEATED, Haystack, make_prom
 from kvm_dist.evaluate.needle_score import answers
 from kvm_dist.evaluate.tasks import Options
 from kvm_dist.exit_codes import ConfigError
+from kvm_dist.plots.needle import _subtitle
 from kvm_dist.pretrained import Pretrained
 from tests.kvm_dist.evaluate.conftest import nobody_watches
 from tests.kvm_dist.evaluate.tiny_checkpoint import TinyRun
@@ -182,3 +183,12 @@ def test_an_answer_ends_with_its_value(source: dict[str, Any]) -> None:
     prompt = make_prompt(task, Haystack(REPEATED, tokenizer), tokenizer, 400, 0.5, Random(0))
     assert answers(cast(Any, Finder(10_000)), tokenizer, [prompt], 50) == [f" {prompt.value}"]
     assert answers(cast(Any, Finder(1)), tokenizer, [prompt], 9) == [" 99999999"]
+
+
+def test_the_picture_counts_one_sample_and_one_depth_as_one() -> None:
+    settings = {"samples": 1, "depths": [0.5], "lengths": [512], "training_context": None}
+    record = {"settings": settings}
+    assert _subtitle([record]).startswith("share of 1 sample a field;")
+    assert _subtitle([record, record]) == "1 sample at one depth"
+    many = {"settings": settings | {"samples": 5, "depths": [0.0, 1.0]}}
+    assert _subtitle([many, many]) == "5 samples at each of 2 depths"
