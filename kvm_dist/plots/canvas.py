@@ -4,7 +4,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK, FAINT, GRID = "#1d2433", "#7a8194", "#e4e7ee"
 BLUE, RED, GREEN, AMBER = "#2f6db3", "#cf3f52", "#2e8b68", "#c98a1b"
@@ -34,7 +34,10 @@ def quiet(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def label_counts(axes: Axes) -> None:
-    """1,000 instead of 1000.0 below the x axis."""
+    """Whole numbers, 1,000 instead of 1000.0, below the x axis."""
+    locator = axes.xaxis.get_major_locator()
+    if isinstance(locator, MaxNLocator):
+        locator.set_params(integer=True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
 
 

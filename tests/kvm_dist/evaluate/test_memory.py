@@ -292,3 +292,8 @@ def test_no_two_marks_of_an_axis_say_the_same() -> None:
     for axis in (axes.yaxis, axes.xaxis):
         texts = [label.get_text() for label in axis.get_ticklabels()]
         assert len(set(texts)) == len(texts) > 2
+    axes.set_xlim(0.8, 4.2)
+    figure.canvas.draw()
+    steps = [label.get_text() for label in axes.xaxis.get_ticklabels()]
+    assert {"1", "2", "3", "4"} <= set(steps)
+    assert not any("." in text for text in steps)
