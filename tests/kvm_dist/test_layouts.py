@@ -106,7 +106,7 @@ def assert_same_training(result: dict[str, Any], wanted: dict[str, Any]) -> None
 def test_losses_and_gradients_do_not_depend_on_the_layout(
     layout: Layout, ranks: dict[int, Ranks], one_rank: dict[str, Any]
 ) -> None:
-    for result in ranks[layout.ranks].run(run_layout, layout, timeout_seconds=120):
+    for result in ranks[layout.ranks].run(run_layout, layout):
         assert_same_training(result, one_rank)
 
 
@@ -120,7 +120,7 @@ def all_kinds_on_one_rank(ranks: dict[int, Ranks]) -> dict[str, Any]:
 def test_every_kind_trains_alike_at_every_stage(
     layout: Layout, ranks: dict[int, Ranks], all_kinds_on_one_rank: dict[str, Any]
 ) -> None:
-    for result in ranks[layout.ranks].run(run_layout, layout, timeout_seconds=120):
+    for result in ranks[layout.ranks].run(run_layout, layout):
         assert_same_training(result, all_kinds_on_one_rank)
         start, stop = result["span"]
         expected = all_kinds_on_one_rank["logits"][:, start:stop]
@@ -133,7 +133,7 @@ def test_every_kind_trains_alike_at_every_stage(
 def test_a_chain_of_full_attention_trains_alike_at_stage_3(ranks: dict[int, Ranks]) -> None:
     whole = Layout(layers=("full_attention",), sequences=2)
     (expected,) = ranks[1].run(run_layout, whole)
-    for result in ranks[4].run(run_layout, replace(whole, sequence=4, zero_stage=3), timeout_seconds=120):
+    for result in ranks[4].run(run_layout, replace(whole, sequence=4, zero_stage=3)):
         assert_same_training(result, expected)
 
 
@@ -141,7 +141,7 @@ def test_a_chain_of_full_attention_trains_alike_at_stage_3(ranks: dict[int, Rank
 def test_a_length_that_no_number_of_ranks_divides_trains_and_validates_alike(
     layout: Layout, ranks: dict[int, Ranks], odd_on_one_rank: dict[str, Any]
 ) -> None:
-    results = ranks[layout.ranks].run(run_layout, layout, timeout_seconds=120)
+    results = ranks[layout.ranks].run(run_layout, layout)
     spans = sorted({result["span"] for result in results})
     assert (spans[0][0], spans[-1][1]) == (0, 1024)
     for result in results:
@@ -158,7 +158,7 @@ def test_a_shard_has_the_same_bits_on_whichever_rank_it_lies(
     sequence: int, head_parallel: int, ranks: dict[int, Ranks]
 ) -> None:
     layout = replace(ALL_KINDS, sequence=sequence, head_parallel=head_parallel, zero_stage=0, alternate=True)
-    results = ranks[sequence].run(both_ways, layout, timeout_seconds=120)
+    results = ranks[sequence].run(both_ways, layout)
     for ((logits, gradients), _), (_, (turned, turned_gradients)) in zip(
         results, reversed(results), strict=True
     ):
@@ -190,7 +190,7 @@ HYBRIDS = [
 @pytest.mark.parametrize("hybrid", HYBRIDS, ids=str)
 def test_hybrids_go_on_from_any_layout_at_any_other(hybrid: dict[str, Any], ranks: dict[int, Ranks]) -> None:
     small: dict[str, Any] = hybrid | {"sequences": 4}
-    (whole,) = ranks[1].run(run_layout, Layout(**small), timeout_seconds=120)
+    (whole,) = ranks[1].run(run_layout, Layout(**small))
     for before, after in MOVES:
         for losses in ranks[2].run(run_and_go_on, replace(before, **small), replace(after, **small)):
             assert losses == pytest.approx(whole["losses"], rel=1e-6), (before, after)
@@ -227,7 +227,7 @@ def test_truncated_gradients_change_the_update_and_not_the_loss_before_it(
 def test_the_forward_on_sequence_ranks_is_bitwise_that_of_one_rank(
     layout: Layout, ranks: dict[int, Ranks], one_rank: dict[str, Any]
 ) -> None:
-    for result in ranks[layout.ranks].run(run_layout, layout, timeout_seconds=120):
+    for result in ranks[layout.ranks].run(run_layout, layout):
         start, stop = result["span"]
         assert torch.equal(result["logits"], one_rank["logits"][:, start:stop])
 

@@ -18,6 +18,7 @@ from parallel.config import ParallelConfig
 from parallel.world import join_world, leave_world
 
 START_SECONDS = 180.0  # of ranks that import on a busy machine
+RUN_SECONDS = 300.0  # of a function there: each message waits for a core
 
 
 class RankFailure(AssertionError):
@@ -31,7 +32,9 @@ def free_port() -> int:
     return port
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout_seconds: float = RUN_SECONDS
+) -> list[Any]:
     """`function(world, *args)` on `size` fresh ranks; their results in rank order. See `Ranks`."""
     with Ranks(size) as ranks:
         return ranks.run(function, *args, timeout_seconds=timeout_seconds)
@@ -45,7 +48,7 @@ class Ranks:
     After a failure the set is dead; `run` starts a new one.
     """
 
-    def __init__(self, size: int, *, group_timeout_seconds: float = 60) -> None:
+    def __init__(self, size: int, *, group_timeout_seconds: float = 180) -> None:
         self.size = size
         self.group_timeout_seconds = group_timeout_seconds
         self._processes: list[BaseProcess] = []
@@ -59,7 +62,9 @@ class Ranks:
     ) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = RUN_SECONDS
+    ) -> list[Any]:
         """Each rank's `function(world, *args)`, in rank order.
 
         Raises RankFailure with the rank and its traceback at the first failure, or when a rank has not

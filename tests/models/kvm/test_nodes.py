@@ -124,13 +124,13 @@ def test_what_does_not_fit_a_node_is_refused() -> None:
 
 
 def run_nodes_of_other_spans(case: Case, splits: NodeSplits) -> None:
-    peers = LogicalPeers(2, timeout_seconds=5)
+    peers = LogicalPeers(2, timeout_seconds=20)
 
     def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
         split = HeadSplit(1, Node(peers.of(rank), rank, 2, spans_of([12, 20]), splits))
         return one_shard(case, split, spans_of([16, 16])[rank], exchange)
 
-    run_logical_ranks(2, shard, timeout_seconds=5)
+    run_logical_ranks(2, shard, timeout_seconds=20)
 
 
 def node_step(world: World, case: Case, lengths: list[int], splits: NodeSplits) -> dict[str, Tensor]:
