@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _LARGEST_MANIFEST = 16 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_HASH_THREADS = 4
+_HASH_THREADS = 8  # more than there may be cores: some wait for the disk while others are hashed
 
 
 class Manifest(FrozenConfig):
