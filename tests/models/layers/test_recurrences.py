@@ -248,7 +248,9 @@ def test_an_op_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", [*RECURRENCES, *SIMPLER_RECURRENCES])
 def test_a_model_on_a_device_without_the_op_names_it(kind: str) -> None:
     model = copy.deepcopy(tiny_model([kind])).to("meta")
-    with pytest.raises(ValueError, match=rf"model\.{kind}\.backend=auto: chunk_\w+ of .*device 'meta'"):
+    mixer = model.layers[0].mixer
+    mixer.config = mixer.config.model_copy(update={"backend": "fla"})
+    with pytest.raises(ValueError, match=rf"model\.{kind}\.backend=fla: chunk_\w+ of .*device 'meta'"):
         model(torch.zeros(1, 8, dtype=torch.int64, device="meta"), WholeSequence())
 
 
