@@ -14,7 +14,7 @@ from kvm_dist.bench.scaling.clock import ClockedExchange, TurnExchange, Wires
 from kvm_dist.bench.scaling.setting import Setting, Task
 from kvm_dist.config import RunConfig
 from kvm_dist.data.loader import MicroBatch
-from kvm_dist.run_parts import build_engine, sequence_split
+from kvm_dist.run_parts import build_engine, choose_algorithms, sequence_split
 from kvm_dist.sequence_split import SequenceSplit
 from kvm_dist.step import TrainStep
 from models.backbone import Backbone
@@ -210,7 +210,7 @@ def run_task(task: Task, setting: Setting, folder: Path) -> None:
     """As a rank of the task's world. Leaves folder/rank-N.json; rank 0 adds a line to folder/progress after
     every piece of work."""
     config = setting.task_config(task)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    choose_algorithms(config)
     world = join_world(config.parallel, "cpu")
 
     def report() -> None:
