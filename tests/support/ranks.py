@@ -67,7 +67,7 @@ class Ranks:
     ) -> list[Any]:
         """Each rank's `function(world, *args)`, in rank order.
 
-        Raises RankFailure with the rank and its traceback at the first failure, or when a rank has not
+        Raises RankFailure with the ranks and their tracebacks at the first failure, or when a rank has not
         answered in time; either kills all.
         """
         if not self._processes:
@@ -122,9 +122,15 @@ class Ranks:
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankFailure(f"no answer from rank {sorted(waiting.values())} in {timeout_seconds:g} s")
+            failures: list[str] = []  # a rank that fails makes others fail: any of them may be heard first
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                results[waiting[pipe]] = self._answer(waiting[pipe], pipe)
+                try:
+                    results[waiting[pipe]] = self._answer(waiting[pipe], pipe)
+                except RankFailure as failure:
+                    failures.append(str(failure))
+            if failures:
+                raise RankFailure("\n".join(failures))
         return [results[rank] for rank in range(self.size)]
 
     def _answer(self, rank: int, pipe: Connection) -> Any:
