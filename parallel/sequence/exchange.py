@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.sequence.problems import naming_problems
 
 _ALIGNMENT = 16  # bytes; every packed tensor starts where any dtype may
 _LABEL_BYTES = 256
@@ -33,9 +34,10 @@ class RankExchange:
     Messages are matched by order. The first `checked_messages` between two ranks go with a label, so that
     ranks whose order has diverged get a ValueError that names both messages instead of each other's bytes.
     By default all on gloo; elsewhere, where reading a label stops the device, those of the first steps, whose
-    order the others repeat. A send raises nothing: what nobody takes is found by `drain`.
+    order the others repeat. What nobody takes is found by `drain`.
 
-    A receive raises TimeoutError or ConnectionError naming peer, message and direction.
+    Raises TimeoutError or ConnectionError naming peer, message and, of a receive, direction; a send only the
+    latter, where the connection is known to be lost.
     """
 
     def __init__(self, mesh: Mesh, *, checked_messages: float | None = None) -> None:
@@ -81,7 +83,7 @@ class RankExchange:
         sent, self._sent = self._sent, []
         for message in sent:
             for work in message.works:
-                self._wait(work, f"rank {message.to} has not taken {message.name!r}")
+                self._wait(work, _not_taken(message.name, message.to))
 
     def _send(self, name: str, tensors: tuple[Tensor, ...], to: int | None, group: dist.ProcessGroup) -> None:
         assert to is not None, f"{name}: no neighbour on that side"
@@ -91,7 +93,8 @@ class RankExchange:
             buffers = (_label(name, payload.numel(), self._mesh.world.device), *buffers)
         works: list[dist.Work] = []
         for buffer in buffers:
-            work = dist.isend(buffer, to, group=group)
+            with naming_problems(self._mesh, _not_taken(name, to)):
+                work = dist.isend(buffer, to, group=group)
             assert work is not None, "a member of the group gets a handle"
             works.append(work)
         self._sent.append(_Sent(name, to, tuple(works), buffers))
@@ -123,23 +126,21 @@ class RankExchange:
         return self._counted[way] <= self.checked_messages
 
     def _take(self, buffer: Tensor, name: str, source: int, group: dist.ProcessGroup, direction: str) -> None:
-        work = dist.irecv(buffer, source, group=group)
+        problem = f"nothing came from rank {source} for {name!r} ({direction})"
+        with naming_problems(self._mesh, problem):
+            work = dist.irecv(buffer, source, group=group)
         assert work is not None, "a member of the group gets a handle"
-        self._wait(work, f"nothing came from rank {source} for {name!r} ({direction})")
+        self._wait(work, problem)
 
     def _wait(self, work: dist.Work, problem: str) -> None:
         begun = time.monotonic()
-        try:
+        with naming_problems(self._mesh, problem):
             work.wait(timedelta(seconds=self._mesh.timeout_seconds))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            here = f"sequence rank {self._mesh.sequence_rank} (rank {self._mesh.world.rank})"
-            if "timed out" in reason.lower() or "timeout" in reason.lower():
-                raise TimeoutError(
-                    f"{here}: {problem} in {self._mesh.timeout_seconds:g} s (parallel.timeout_seconds)"
-                ) from error
-            raise ConnectionError(f"{here}: {problem}: {reason}") from error
         self.waited_seconds += time.monotonic() - begun
+
+
+def _not_taken(name: str, by: int) -> str:
+    return f"rank {by} has not taken {name!r}"
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel.mesh import Mesh
 from parallel.sequence.context import CausalAttention
+from parallel.sequence.problems import naming_problems
 from parallel.sequence.relay import gradient_name
 
 
@@ -38,8 +39,9 @@ class RowAllToAll:
         expected = [tensor.numel() for tensor in self._along_the_row(like)]
         sent = torch.cat([part.detach().reshape(-1) for part in self._along_the_row(parts)])
         received = sent.new_empty(sum(expected))
-        work = dist.all_to_all_single(received, sent, expected, sizes, group=self._group, async_op=True)
-        self._wait(work, name)
+        with naming_problems(self._mesh, f"not all ranks came to {name!r}", f"{name!r} failed"):
+            work = dist.all_to_all_single(received, sent, expected, sizes, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=self._mesh.timeout_seconds))
         to_others = sum(sizes) - parts[self._mesh.sequence_rank].numel()
         self.bytes_sent += to_others * sent.element_size()
         flat = self._along_the_row(received.split(expected))
@@ -48,19 +50,6 @@ class RowAllToAll:
     def _along_the_row(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """From the order of the sequence to that of the process group, or back."""
         return tensors[::-1] if self._mesh.descending else tensors
-
-    def _wait(self, work: dist.Work, name: str) -> None:
-        seconds = self._mesh.timeout_seconds
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            here = f"sequence rank {self._mesh.sequence_rank} (rank {self._mesh.world.rank})"
-            if "timed out" in reason.lower() or "timeout" in reason.lower():
-                raise TimeoutError(
-                    f"{here}: not all ranks came to {name!r} in {seconds:g} s (parallel.timeout_seconds)"
-                ) from error
-            raise ConnectionError(f"{here}: {name!r} failed: {reason}") from error
 
 
 def attend_by_heads(

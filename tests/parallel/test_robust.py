@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from parallel.sequence.context import Exchange
 from parallel.sequence.exchange import RankExchange
 from parallel.sequence.ranks import RankedSequence
 from parallel.sequence.recorded import RecordedExchange
-from parallel.world import World
+from parallel.world import World, leave_world
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.support.logical_ranks import run_logical_ranks
 from tests.support.ranks import RankFailure, Ranks
@@ -96,6 +97,27 @@ def test_a_message_that_a_stopped_rank_does_not_take_is_a_time_out_of_the_sender
         f"TimeoutError: sequence rank 0 (rank 0): rank 1 has not taken '3.kvm.keys' in {PATIENCE_SECONDS} s"
         in str(caught.value)
     )
+
+
+def send_to_a_rank_that_has_left(world: World) -> str:
+    mesh = Mesh.build(world, ParallelConfig(sequence=2, timeout_seconds=PATIENCE_SECONDS))
+    exchange = RankExchange(mesh)
+    if mesh.sequence_rank == 1:
+        leave_world()
+        return ""
+    try:
+        for _ in range(10_000):  # it is not known at once
+            exchange.send_next("3.kvm.keys", (torch.zeros(1),))
+            time.sleep(0.001)
+    except ConnectionError as error:
+        return str(error)
+    return "sent"
+
+
+def test_a_rank_that_has_left_is_named_by_who_sends_to_it() -> None:
+    with Ranks(2) as ranks:
+        said, _ = ranks.run(send_to_a_rank_that_has_left)
+    assert said.startswith("sequence rank 0 (rank 0): rank 1 has not taken '3.kvm.keys': ")
 
 
 def send_what_nobody_wants(world: World) -> None:
