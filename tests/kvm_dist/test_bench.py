@@ -138,8 +138,8 @@ def test_pieces_equal_one_prefill() -> None:
 
 def test_memory_is_measured_above_what_a_caller_holds_anyway() -> None:
     """Every buffer the operator makes grows with the tokens of the call; the peak must show it."""
-    setting = replace(TINY, heads=8, width=64, memory_length=4_096)
-    undo_log = 2 * (4_096 - 512) * 8 * 64 * 4
+    setting = replace(TINY, heads=8, width=64, memory_length=16_384)
+    undo_log = 2 * (16_384 - 512) * 8 * 64 * 4
     assert peak_bytes(setting, FIXED) > undo_log / 2
 
 
