@@ -1,4 +1,4 @@
-"""What Slurm's queue says of a job, without accounting. Imports no torch."""
+"""What Slurm's queue says of jobs, without accounting. Imports no torch."""
 
 import subprocess
 
@@ -23,11 +23,11 @@ def job_is_alive(job: str) -> bool | None:
     return None if state is None else state not in ("", *ENDED, *WAITING)
 
 
-def _asked(job: str, field: str) -> str | None:
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={field}"]
+def ask_queue(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """What squeue answers to `arguments`, without a headline; None if it is not there or takes too long."""
     try:
-        ended = subprocess.run(
-            command,
+        return subprocess.run(
+            ["squeue", "--noheader", *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -35,6 +35,12 @@ def _asked(job: str, field: str) -> str | None:
             timeout=QUERY_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def _asked(job: str, field: str) -> str | None:
+    ended = ask_queue("--states=all", f"--jobs={job}", f"--format={field}")
+    if ended is None:
         return None
     if ended.returncode != 0:
         return "" if "Invalid job id" in ended.stderr else None

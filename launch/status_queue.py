@@ -1,11 +1,9 @@
 """This user's jobs in Slurm's queue, in one question. Imports no torch."""
 
 import getpass
-import shutil
-import subprocess
 from dataclasses import dataclass
 
-from kvm_dist.slurm_queue import ENDED, QUERY_SECONDS, WAITING
+from kvm_dist.slurm_queue import ENDED, WAITING, ask_queue
 
 
 @dataclass(frozen=True)
@@ -28,19 +26,8 @@ class QueuedJob:
 
 def queued_jobs() -> dict[str, QueuedJob]:
     """By number; empty where there is no Slurm or it does not answer."""
-    if shutil.which("squeue") is None:
-        return {}
-    command = ["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format=%i|%T|%N|%r"]
-    try:
-        ended = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=QUERY_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    ended = ask_queue("--array", "--user", getpass.getuser(), "--format=%i|%T|%N|%r")
+    if ended is None:
         return {}
     fields = (line.split("|") for line in ended.stdout.splitlines())
     jobs = (QueuedJob(*(part.strip() for part in parts)) for parts in fields if len(parts) == 4)

@@ -95,6 +95,24 @@ def test_each_heavy_package_is_imported_behind_its_own_door() -> None:
     assert wrong == []
 
 
+PROGRAMS = ("squeue", "scancel", "scontrol", "srun")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_of_slurm_is_called_in_one_place(program: str) -> None:
+    """So that how long it may take, and what its failure means, is said once."""
+    calls = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List)
+        and node.elts
+        and isinstance(node.elts[0], ast.Constant)
+        and node.elts[0].value == program
+    ]
+    assert len(calls) == 1, calls
+
+
 def test_package_files_only_name_the_public_api() -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
     for path in SOURCES:
