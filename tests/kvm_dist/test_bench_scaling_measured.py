@@ -16,7 +16,7 @@ from kvm_dist.bench.scaling.calibrate import (
     operation_seconds,
 )
 from kvm_dist.bench.scaling.measured import Measured
-from kvm_dist.bench.scaling.program import Collective, Receive, Send, Work
+from kvm_dist.bench.scaling.program import Begin, End, Receive, Send, Work
 from kvm_dist.bench.scaling.results import Results
 from kvm_dist.bench.scaling.setting import QUICK, Setting
 from kvm_dist.exit_codes import ConfigError
@@ -56,8 +56,8 @@ def first_rank(stretch: float) -> dict[str, Any]:
 def test_what_a_rank_computes_lies_between_its_messages_and_pauses_are_left_out() -> None:
     rounds = [{"ranks": [first_rank(stretch)], "tail_seconds": stretch} for stretch in (1.0, 1.5, 9.0)]
     (program,) = measured_programs([{"rounds": rounds[:2]}, {"rounds": rounds[2:]}])
-    assert [type(step) for step in program] == [Work, Send, Work, Send, Work, Receive, Work, Collective]
-    seconds = [step.seconds for step in program if isinstance(step, Work | Collective)]
+    assert [type(step) for step in program] == [Work, Send, Work, Send, Work, Receive, Work, Begin, End]
+    seconds = [step.seconds for step in program if isinstance(step, Work | Begin)]
     # until the keys, until the values, rest of the forward and start of the backward, after the gradient
     assert seconds == [3.0, 2.0, 10.0 - 7.0 + 5.0, 14.0, 1.5]
     assert operation_seconds(program) == {

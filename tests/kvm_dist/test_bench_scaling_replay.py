@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated, turned
-from kvm_dist.bench.scaling.program import Collective, Program, Receive, Send, Step, Work
+from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work, collective
 from kvm_dist.bench.scaling.replay import Span, replay
 
 
@@ -122,8 +122,8 @@ def test_a_slow_rank_holds_back_those_after_it_and_not_those_before() -> None:
 
 def test_a_collective_waits_for_all_and_holds_all() -> None:
     programs: list[list[Step]] = [
-        [Work("short", 1.0), Collective("sum", 0.5), Work("after", 1.0)],
-        [Work("long", 4.0), Collective("sum", 0.5), Work("after", 2.0)],
+        [Work("short", 1.0), *collective("sum", 0.5), Work("after", 1.0)],
+        [Work("long", 4.0), *collective("sum", 0.5), Work("after", 2.0)],
     ]
     timeline = replay(programs, Wire())
     assert [timeline.of_rank[rank][1][1] for rank in (0, 1)] == [Span(4.5, 5.5), Span(4.5, 6.5)]
@@ -131,9 +131,9 @@ def test_a_collective_waits_for_all_and_holds_all() -> None:
 
 def test_a_rank_that_several_messages_wake_comes_to_a_collective_once() -> None:
     programs: list[list[Step]] = [
-        [Collective("sum", 1.0), Work("end", 1.0)],
-        [Receive(2, "a"), Receive(2, "b"), Collective("sum", 1.0), Work("end", 1.0)],
-        [Work("x", 1.0), Send(1, "a", 1), Send(1, "b", 1), Work("y", 7.0), Collective("sum", 1.0)],
+        [*collective("sum", 1.0), Work("end", 1.0)],
+        [Receive(2, "a"), Receive(2, "b"), *collective("sum", 1.0), Work("end", 1.0)],
+        [Work("x", 1.0), Send(1, "a", 1), Send(1, "b", 1), Work("y", 7.0), *collective("sum", 1.0)],
     ]
     assert replay(programs, Wire()).ends == [10.0, 10.0, 9.0]
 
@@ -141,9 +141,9 @@ def test_a_rank_that_several_messages_wake_comes_to_a_collective_once() -> None:
 def test_collectives_of_some_ranks_leave_the_others_alone() -> None:
     pair, other = (0, 1), (2,)
     programs: list[list[Step]] = [
-        [Work("x", 1.0), Collective("sum", 1.0, pair), Work("end", 1.0)],
-        [Work("x", 3.0), Collective("sum", 1.0, pair), Work("end", 1.0)],
-        [Work("x", 9.0), Collective("sum", 1.0, other), Work("end", 1.0)],
+        [Work("x", 1.0), *collective("sum", 1.0, pair), Work("end", 1.0)],
+        [Work("x", 3.0), *collective("sum", 1.0, pair), Work("end", 1.0)],
+        [Work("x", 9.0), *collective("sum", 1.0, other), Work("end", 1.0)],
     ]
     timeline = replay(programs, Wire())
     assert [timeline.of_rank[rank][1][1].end for rank in range(3)] == [5.0, 5.0, 11.0]
@@ -156,8 +156,8 @@ def test_collectives_of_some_ranks_leave_the_others_alone() -> None:
         ([[Send(1, "a", 1)], []], "rank 1 never receives 'a' from rank 0"),
         ([[Send(1, "a", 1)], [Receive(0, "b")]], "waits for 'b' but rank 0 sends 'a'"),
         ([[Receive(1, "a"), Send(1, "b", 1)], [Receive(0, "b"), Send(0, "a", 1)]], "waits forever"),
-        ([[Collective("x", 1.0)], []], "waits forever"),
-        ([[Collective("x", 1.0)], [Collective("y", 1.0)]], "different collectives"),
+        ([[*collective("x", 1.0)], []], "waits forever"),
+        ([[*collective("x", 1.0)], [*collective("y", 1.0)]], "different collectives"),
     ],
 )
 def test_programs_that_do_not_fit_together_are_refused(programs: list[Program], problem: str) -> None:
@@ -197,7 +197,7 @@ def test_turns_leave_half_of_the_waiting_and_one_wait_a_step(ranks: int, micro_b
 
 
 def test_turns_gain_nothing_where_ranks_meet_after_every_micro_batch() -> None:
-    programs: list[Program] = [[*one, Collective("reduce", 0.5)] for one in there_and_back(4, 8, 9.0, 1.0)]
+    programs: list[Program] = [[*one, *collective("reduce", 0.5)] for one in there_and_back(4, 8, 9.0, 1.0)]
     plain, in_turns = (
         replay(accumulated(programs, Accumulation(4, alternate)), Wire()).seconds
         for alternate in (False, True)
@@ -206,12 +206,12 @@ def test_turns_gain_nothing_where_ranks_meet_after_every_micro_batch() -> None:
 
 
 def test_ranks_of_a_turned_step_are_those_of_the_other_end() -> None:
-    programs: list[Program] = [[Send(2, "a", 1)], [Collective("b", 1.0, (1, 2))], [Receive(0, "a")]]
-    programs[2] = [Collective("b", 1.0, (1, 2)), *programs[2]]
+    programs: list[Program] = [[Send(2, "a", 1)], [*collective("b", 1.0, (1, 2))], [Receive(0, "a")]]
+    programs[2] = [*collective("b", 1.0, (1, 2)), *programs[2]]
     there = turned(programs)
     assert there == [
-        [Collective("b", 1.0, (0, 1)), Receive(2, "a")],
-        [Collective("b", 1.0, (0, 1))],
+        [*collective("b", 1.0, (0, 1)), Receive(2, "a")],
+        [*collective("b", 1.0, (0, 1))],
         [Send(0, "a", 1)],
     ]
     assert turned(there) == programs

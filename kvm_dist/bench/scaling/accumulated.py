@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvm_dist.bench.scaling.program import Collective, Program, Receive, Send, Step, Work
+from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _mirrored(step: Step, last: int) -> Step:
 
 
 def _of_micro_batch(step: Step, number: int) -> Step:
-    """Messages say of which micro-batch they are: the replay refuses one that comes to another."""
-    if isinstance(step, Send | Receive | Collective):
-        return replace(step, name=f"{step.name} of micro-batch {number}")
-    return step
+    """Messages and collectives name theirs: the replay refuses one that comes to another."""
+    if isinstance(step, Work):
+        return step
+    return replace(step, name=f"{step.name} of micro-batch {number}")

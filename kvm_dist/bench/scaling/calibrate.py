@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvm_dist.bench.scaling.program import Collective, Program, Receive, Send, Step, Work
+from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work, collective
 
 PROJECTIONS = "projections, feed-forward"
 LOSS = "last feed-forward, loss"
@@ -62,7 +62,7 @@ def measured_programs(processes: Sequence[dict[str, Any]]) -> list[Program]:
     ranks = range(len(rounds[0]["ranks"]))
     tail = median(one["tail_seconds"] for one in rounds)
     return [
-        [*_steps([one["ranks"][rank] for one in rounds]), Collective("reduction and update", tail)]
+        [*_steps([one["ranks"][rank] for one in rounds]), *collective("reduction and update", tail)]
         for rank in ranks
     ]
 

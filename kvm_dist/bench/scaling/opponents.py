@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvm_dist.bench.scaling.cluster import Cluster
-from kvm_dist.bench.scaling.program import Collective, Program, Step, Work
+from kvm_dist.bench.scaling.program import Program, Step, Work, collective
 from kvm_dist.bench.scaling.work import (
     ATTENTION_BACKWARD_FACTOR,
     BACKWARD_FACTOR,
@@ -29,9 +29,9 @@ def ulysses(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> li
     swap = cluster.all_to_all_seconds(ranks, tokens / ranks * _row_bytes(model))
 
     def mixer(factor: float, phase: str) -> Core:
-        yield Collective("heads", 3 * swap)
+        yield from collective("heads", 3 * swap)
         yield Work("attend", factor * core, phase)
-        yield Collective("tokens", swap)
+        yield from collective("tokens", swap)
 
     forward, backward = list(mixer(1.0, "forward")), list(mixer(ATTENTION_BACKWARD_FACTOR, "backward"))
     return _programs(model, outside(cluster, model, tokens // ranks), ranks, forward, backward)
@@ -51,8 +51,8 @@ def ring_attention(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int
         model,
         outside(cluster, model, tokens // ranks),
         ranks,
-        [Collective("ring", forward)],
-        [Collective("ring", backward)],
+        [*collective("ring", forward)],
+        [*collective("ring", backward)],
     )
 
 
@@ -77,10 +77,10 @@ def gathered_recurrence(
         if transition:
             return [
                 Work("find map and state", own / 2, phase),
-                Collective("gather", gather),
+                *collective("gather", gather),
                 Work("recurrence", own, phase),
             ]
-        return [Collective("gather beside the own part", max(gather, own))]
+        return [*collective("gather beside the own part", max(gather, own))]
 
     beside = outside(cluster, model, tokens // ranks)
     return _programs(model, beside, ranks, mixer(1.0, "forward"), mixer(BACKWARD_FACTOR, "backward"))

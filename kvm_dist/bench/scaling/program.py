@@ -33,15 +33,31 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """Starts when its members have come to it and holds all of them. members: all ranks if empty."""
+class Begin:
+    """A collective of `members`, all ranks if empty, beside which they go on until they come to its `End`.
+
+    It starts once the last member has begun it and those that the same members began before have ended.
+    """
 
     name: str
     seconds: float
     members: tuple[int, ...] = ()
 
 
-Step = Work | Send | Receive | Collective
+@dataclass(frozen=True, slots=True)
+class End:
+    """Waits until the collective is done."""
+
+    name: str
+    members: tuple[int, ...] = ()
+
+
+def collective(name: str, seconds: float, members: tuple[int, ...] = ()) -> tuple[Begin, End]:
+    """One that holds its members until it is done."""
+    return Begin(name, seconds, members), End(name, members)
+
+
+Step = Work | Send | Receive | Begin | End
 Program = Sequence[Step]
 
 

@@ -1,14 +1,16 @@
 """When everything in a step starts and ends, given what takes how long and what waits for what. No torch.
 
 A rank does one thing at a time, in the order of its program. A wire, one for each direction between two
-ranks, carries one message at a time. Everything starts as soon as all that it waits for has ended.
+ranks, carries one message at a time, and the same ranks have one collective at a time. Everything starts as
+soon as all that it waits for has ended.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvm_dist.bench.scaling.program import Collective, Link, Program, Receive, Send, Work
+from kvm_dist.bench.scaling.collectives import Collectives
+from kvm_dist.bench.scaling.program import Begin, End, Link, Program, Receive, Send, Step, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,11 @@ def replay(programs: Sequence[Program], link: Link) -> Timeline:
     """The step in which rank r runs programs[r], joined by `link`.
 
     Messages between two ranks are matched by their order. Raises ValueError if one has no partner or another
-    name on the other side, if collectives do not match, or if ranks wait for each other in a circle.
+    name on the other side, if collectives do not match or are begun and not ended, or if ranks wait for each
+    other in a circle.
     """
     ranks = [_Rank(number, program) for number, program in enumerate(programs)]
-    step = _Running(ranks, link)
+    step = _Running(ranks, link, Collectives(len(ranks)))
     ready = deque(ranks)
     while ready:
         rank = ready.popleft()
@@ -64,6 +67,11 @@ class _Rank:
     queued: bool = True  # to go on from where it is
     worked: list[tuple[Work, Span]] = field(default_factory=list)
 
+    @property
+    def waits_at(self) -> Step | None:
+        """The step that it has come to, None at the end."""
+        return self.program[self.at] if self.at < len(self.program) else None
+
 
 @dataclass
 class _Running:
@@ -71,9 +79,9 @@ class _Running:
 
     ranks: list[_Rank]
     link: Link
+    collectives: Collectives
     sent: dict[tuple[int, int], deque[tuple[str, int, float]]] = field(default_factory=dict)
     free: dict[tuple[int, int], float] = field(default_factory=dict)
-    met: dict[tuple[int, ...], list[_Rank]] = field(default_factory=dict)
 
     def advance(self, rank: _Rank) -> list[_Rank]:
         """Run a rank until it waits or ends; returns those that need no longer wait for it."""
@@ -89,8 +97,10 @@ class _Running:
             elif isinstance(step, Receive):
                 if not self._receive(rank, step):
                     return woken
-            else:
-                return woken + self._meet(rank, step)
+            elif isinstance(step, Begin):
+                woken += self._begin(rank, step)
+            elif not self._end(rank, step):
+                return woken
             rank.at += 1
         return woken
 
@@ -101,8 +111,7 @@ class _Running:
         self.free[way] = free
         arrival = free + self.link.latency_seconds(*way)
         self.sent.setdefault(way, deque()).append((step.name, step.bytes, arrival))
-        to = self.ranks[step.to]
-        waits = to.program[to.at] if to.at < len(to.program) else None
+        waits = (to := self.ranks[step.to]).waits_at
         return [to] if isinstance(waits, Receive) and waits.source == rank.number else []
 
     def _receive(self, rank: _Rank, step: Receive) -> bool:
@@ -117,21 +126,16 @@ class _Running:
         rank.now = max(rank.now, arrival) + self.link.receiver_seconds(step.source, rank.number, size)
         return True
 
-    def _meet(self, rank: _Rank, step: Collective) -> list[_Rank]:
-        """All members go on once the last has come."""
-        members = step.members or tuple(range(len(self.ranks)))
-        there = self.met.setdefault(members, [])
-        there.append(rank)
-        if len(there) < len(members):
-            return []
-        start = max(one.now for one in there)
-        for one in there:
-            own = one.program[one.at]
-            if not isinstance(own, Collective) or own.name != step.name:
-                raise ValueError(f"ranks meet in different collectives: {own} and {step}")
-            one.now, one.at = start + own.seconds, one.at + 1
-        del self.met[members]
-        return there
+    def _begin(self, rank: _Rank, step: Begin) -> list[_Rank]:
+        members = [self.ranks[number] for number in self.collectives.begin(rank.number, rank.now, step)]
+        return [one for one in members if one is not rank and isinstance(one.waits_at, End)]
+
+    def _end(self, rank: _Rank, step: End) -> bool:
+        end = self.collectives.end(rank.number, step)
+        if end is None:
+            return False
+        rank.now = max(rank.now, end)
+        return True
 
     def check_ended(self) -> None:
         for rank in self.ranks:
@@ -140,3 +144,4 @@ class _Running:
         for (source, to), queue in self.sent.items():
             if queue:
                 raise ValueError(f"rank {to} never receives {queue[0][0]!r} from rank {source}")
+        self.collectives.check_ended()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvm_dist.bench.scaling.cluster import Cluster
-from kvm_dist.bench.scaling.program import Collective, Program, Receive, Send, Step, Work
+from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work, collective
 from kvm_dist.bench.scaling.relays import RankEdges, edge_bytes, kvm_backward
 from kvm_dist.bench.scaling.work import (
     BACKWARD_FACTOR,
@@ -103,14 +103,14 @@ class _NodeChain:
         yield Work("project", beside.project, "forward", layer)
         yield from place.swap(layer, "kvm.shift")
         yield from place.swap(layer, "kvm.window")
-        yield self.node.swap("keys and values to heads", self.to_heads)
+        yield from self.node.swap("keys and values to heads", self.to_heads)
         yield from self.node.take(layer, "kvm.keys")
         yield Work("route", self.route, "forward", layer)
         yield from self.node.give(layer, "kvm.keys")
         yield from self.node.take(layer, "kvm.values")
         yield Work("values", self.values, "forward", layer)
         yield from self.node.give(layer, "kvm.values")
-        yield self.node.swap("routes and states to tokens", self.to_tokens)
+        yield from self.node.swap("routes and states to tokens", self.to_tokens)
         yield Work("attend", work.attend + beside.output, "forward", layer)
         yield from place.swap(layer, "feed_forward.shift")
         yield Work("feed-forward", beside.feed_forward, "forward", layer)
@@ -128,7 +128,7 @@ def _among_nodes(step: Step, node: int, size: int) -> Step:
         return replace(step, to=step.to // size)
     if isinstance(step, Receive):
         return replace(step, source=step.source // size)
-    return replace(step, members=(node,)) if isinstance(step, Collective) else step
+    return step if isinstance(step, Work) else replace(step, members=(node,))
 
 
 class _Place:
@@ -151,8 +151,8 @@ class _Place:
         self._before = edge_bytes(model, node_spans[node][0]) if node else {}
         self._after = {} if self.last else edge_bytes(model, node_spans[node + 1][0])
 
-    def swap(self, name: str, seconds: float) -> Collective:
-        return Collective(name, seconds, self.members)
+    def swap(self, name: str, seconds: float) -> tuple[Step, ...]:
+        return collective(name, seconds, self.members)
 
     def give(self, layer: int, name: str) -> Iterator[Step]:
         if self._next is not None:
@@ -173,7 +173,7 @@ class _Place:
 
 def _forward(place: _Place, layer: int, work: KVMWork, beside: Outside, swap: float) -> Iterator[Step]:
     yield Work("project", beside.project, "forward", layer)
-    yield place.swap("q, k, v to heads", 3 * swap)
+    yield from place.swap("q, k, v to heads", 3 * swap)
     yield from place.give(layer, "kvm.window")
     yield from place.take(layer, "kvm.window")
     yield from place.take(layer, "kvm.keys")
@@ -184,13 +184,13 @@ def _forward(place: _Place, layer: int, work: KVMWork, beside: Outside, swap: fl
         yield Work("values", work.values, "forward", layer)
     yield from place.give(layer, "kvm.values")
     yield Work("attend", work.attend, "forward", layer)
-    yield place.swap("outputs to tokens", swap)
+    yield from place.swap("outputs to tokens", swap)
     yield Work("feed-forward", beside.output + beside.feed_forward, "forward", layer)
 
 
 def _backward(place: _Place, layer: int, work: KVMWork, beside: Outside, swap: float) -> Iterator[Step]:
     yield Work("feed-forward", BACKWARD_FACTOR * (beside.feed_forward + beside.output), "backward", layer)
-    yield place.swap("gradients to heads", swap)
+    yield from place.swap("gradients to heads", swap)
     yield Work("attend", work.window_backward, "backward", layer)
     yield from place.give_back(layer, "kvm.window.gradient")
     yield Work("attend", work.state_backward, "backward", layer)
@@ -200,5 +200,5 @@ def _backward(place: _Place, layer: int, work: KVMWork, beside: Outside, swap: f
     yield from place.give_back(layer, "kvm.slots.gradient")
     yield from place.give_back(layer, "kvm.share")
     yield from place.take_back(layer, "kvm.share")
-    yield place.swap("gradients to tokens", 3 * swap)
+    yield from place.swap("gradients to tokens", 3 * swap)
     yield Work("project", BACKWARD_FACTOR * beside.project, "backward", layer)
