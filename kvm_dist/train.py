@@ -148,6 +148,7 @@ def _build_trainer(
         split,
         build_tokenizer(config.data.tokenizer),
         directory,
+        config.train.loss_chunk,
     )
     saver = CheckpointSaver(
         directory.checkpoints,

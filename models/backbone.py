@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.head import Head
 from models.initialise import orthogonal_, uniform_
 from models.layers.attention import NORM_EPS
 from models.layers.feed_forward import FeedForward
 from models.layers.mixer import build_mixer
-from models.loss import loss_in_chunks
 from parallel.sequence.context import SequenceContext
 
 
@@ -42,7 +42,7 @@ class Backbone(nn.Module):
         self.norm_embedding = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm_head = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, config.vocab_size)
 
     def forward(
         self,
@@ -50,16 +50,14 @@ class Backbone(nn.Module):
         context: SequenceContext,
         labels: Tensor | None = None,
         loss_chunk: int | None = None,
+        each: bool = False,
     ) -> Tensor:
         """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V].
 
-        With labels [B, T] the sum of the losses against them, 0-dim: of `loss_chunk` tokens at a time, so
-        that the logits of all tokens are never there at once.
+        With labels [B, T] the sum of the losses against them, 0-dim, or with `each` the loss of every token,
+        [B, T]: of `loss_chunk` tokens at a time, so that the logits of all tokens are never there at once.
         """
-        features = self.features(input_ids, context)
-        if labels is None:
-            return self.head(features)
-        return loss_in_chunks(self.head, features, labels, loss_chunk or labels.numel())
+        return self.head(self.features(input_ids, context), labels, loss_chunk, each)
 
     def features(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
         """What the head reads: input_ids [B, T] -> [B, T, d], normed."""

@@ -35,7 +35,9 @@ class Evaluation:
         split: SequenceSplit,
         tokenizer: Tokenizer,
         directory: RunDirectory,
+        loss_chunk: int | None = None,
     ) -> None:
+        """loss_chunk: see `validate`."""
         self.config = config
         self.engine = engine
         self.model = model
@@ -43,6 +45,7 @@ class Evaluation:
         self.split = split
         self.tokenizer = tokenizer
         self.directory = directory
+        self.loss_chunk = loss_chunk
 
     def run(self, step: int) -> dict[str, float]:
         """Collective. Returns metrics; rank 0 also writes the position loss and the samples of `step`.
@@ -52,7 +55,7 @@ class Evaluation:
         self.engine.module.eval()
         metrics: dict[str, float] = {}
         if self.config.validation_sequences:
-            result = validate(self.engine.module, self.batches, self.split)
+            result = validate(self.engine.module, self.batches, self.split, self.loss_chunk)
             if not math.isfinite(result.loss):
                 raise NotFinite(
                     f"step {step}: the validation loss is {result.loss}; the weights are not saved. Lower "

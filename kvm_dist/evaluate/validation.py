@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from kvm_dist.data.loader import MicroBatch
 from kvm_dist.sequence_split import SequenceSplit
@@ -13,6 +12,7 @@ from models.loss import IGNORED_LABEL
 from parallel import collectives
 
 POSITION_BLOCKS = 32
+LOSS_CHUNK = 1024  # tokens whose logits are formed at a time: enough to keep a GPU busy
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,14 @@ class ValidationResult:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[MicroBatch], split: SequenceSplit) -> ValidationResult:
-    """Collective: every rank calls it with its data rank's share of the same batches."""
+def validate(
+    model: nn.Module, batches: Iterable[MicroBatch], split: SequenceSplit, loss_chunk: int | None = None
+) -> ValidationResult:
+    """Collective: every rank calls it with its data rank's share of the same batches.
+
+    loss_chunk: tokens whose logits are formed at a time, those of training if it forms them so. Needs no
+    more memory than a step on the same sequences.
+    """
     block_tokens = max(1, -(-split.sequence_length // POSITION_BLOCKS))
     blocks = -(-split.sequence_length // block_tokens)
     totals = torch.zeros(2, blocks, dtype=torch.float64, device=split.device)  # summed losses, tokens
@@ -35,10 +41,10 @@ def validate(model: nn.Module, batches: Iterable[MicroBatch], split: SequenceSpl
     block_of = positions.clamp(max=split.sequence_length - 1) // block_tokens  # pads count as 0 of the last
     for batch in batches:
         local_labels = split.labels(batch.labels)
-        logits = model(split.inputs(batch.inputs), split.context())
-        losses = F.cross_entropy(logits.float().flatten(0, 1), local_labels.flatten(), reduction="none")
+        inputs = split.inputs(batch.inputs)
+        losses = model(inputs, split.context(), local_labels, loss_chunk or LOSS_CHUNK, each=True)
         valid = (local_labels != IGNORED_LABEL).double()
-        totals[0].index_add_(0, block_of, losses.view_as(valid).double().sum(0))
+        totals[0].index_add_(0, block_of, losses.double().sum(0))
         totals[1].index_add_(0, block_of, valid.sum(0))
     split.drain()
     totals = collectives.sum(totals).cpu()

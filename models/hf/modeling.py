@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from models.backbone import Backbone
+from models.head import Head
 from models.hf.cache import KVMDistCache
 from models.hf.configuration import KVMDistConfig
 from models.hf.generation import CACHE_KEY, CachedGeneration, require_cache
@@ -132,7 +133,10 @@ class KVMDistForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
         return self.backbone.head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.backbone.head = new_embeddings
+        """The weight alone is taken over: the backbone's head knows losses too."""
+        with torch.device("meta"):
+            self.backbone.head = Head(new_embeddings.in_features, new_embeddings.out_features)
+        self.backbone.head.weight = new_embeddings.weight
 
     def resize_token_embeddings(self, *arguments: Any, **named: Any) -> nn.Embedding:
         """See PreTrainedModel; the vocabulary under `config.model` follows."""

@@ -44,6 +44,7 @@ class Layout:
     head_parallel: int = 1
     loss_chunk: int | None = None
     kv_heads: int | None = None
+    vocab_size: int = 37
     layers: tuple[str, ...] = tuple(HYBRID)
 
     @property
@@ -64,7 +65,7 @@ def run_layout(world: World, layout: Layout) -> dict[str, Any]:
         split.drain()
     step = TrainStep(config, engine, parameter_groups(model), split)
     batch = _micro_batches(inputs, labels, layout, mesh.data_rank)
-    held_out = validate(engine.module, batch, split)
+    held_out = validate(engine.module, batch, split, layout.loss_chunk)
     outcomes = [step(batch, 0, stop_requested=False)]
     gradients = {name: kinds["exp_avg"] / (1 - BETAS[0]) for name, kinds in engine.named_tensors()}
     outcomes += [step(batch, number, stop_requested=False) for number in range(1, STEPS)]
@@ -160,7 +161,10 @@ def mixed_up(world: World, layout: Layout) -> None:
 
 def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
     parallel = ParallelConfig(data=layout.data, sequence=layout.sequence, zero_stage=layout.zero_stage)
-    changes: dict[str, Any] = {"activation_checkpointing": layout.activation_checkpointing}
+    changes: dict[str, Any] = {
+        "activation_checkpointing": layout.activation_checkpointing,
+        "vocab_size": layout.vocab_size,
+    }
     if layout.kv_heads is not None:
         budget = {"kind": "power_law", "factor": 3, "minimum": 16}
         changes |= {"num_heads": 4, "kvm": {"chunk": 16, "kv_heads": layout.kv_heads, "budget": budget}}

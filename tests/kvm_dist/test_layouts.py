@@ -152,6 +152,17 @@ def test_a_length_that_no_number_of_ranks_divides_trains_and_validates_alike(
         assert held_out.position_losses == pytest.approx(wanted.position_losses, rel=1e-6)
 
 
+def test_shards_of_unequal_numbers_of_chunks_train_and_validate_alike(ranks: dict[int, Ranks]) -> None:
+    """ZeRO-3 gathers a head of this size; shards of 512 and 480 tokens make 5 and 4 chunks of two rows."""
+    layout = Layout(tokens=985, sequences=2, vocab_size=4096, loss_chunk=250)
+    (wanted,) = ranks[1].run(run_layout, layout)
+    for result in ranks[2].run(run_layout, replace(layout, sequence=2, zero_stage=3)):
+        assert_same_training(result, wanted)
+        assert result["held out"].position_losses == pytest.approx(
+            wanted["held out"].position_losses, rel=1e-6
+        )
+
+
 @pytest.mark.parametrize("sequence", [2, 4])
 @pytest.mark.parametrize("head_parallel", [1, 2])
 def test_a_shard_has_the_same_bits_on_whichever_rank_it_lies(

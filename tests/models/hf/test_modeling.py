@@ -202,3 +202,5 @@ def test_a_resized_vocabulary_keeps_the_known_ids() -> None:
     after = model(ids).logits
     assert after.shape[-1] == 40
     assert torch.equal(after[..., :37], before)
+    loss = model.backbone(ids, WholeSequence(), ids, 4)
+    assert loss.item() == pytest.approx(token_losses(after, ids)[0].item(), rel=1e-6)
