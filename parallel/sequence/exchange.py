@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.sequence.packing import pack, packed_bytes, unpacked
 from parallel.sequence.problems import naming_problems
 
-_ALIGNMENT = 16  # bytes; every packed tensor starts where any dtype may
 _LABEL_BYTES = 256
 _CHECKED_MESSAGES = 2000  # between two ranks, of one direction
 
@@ -87,7 +87,8 @@ class RankExchange:
 
     def _send(self, name: str, tensors: tuple[Tensor, ...], to: int | None, group: dist.ProcessGroup) -> None:
         assert to is not None, f"{name}: no neighbour on that side"
-        payload = _packed(tensors)
+        payload = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=self._mesh.world.device)
+        pack(tensors, payload)
         buffers = (payload,) if payload.numel() else ()
         if self._is_checked("send", to, group):
             buffers = (_label(name, payload.numel(), self._mesh.world.device), *buffers)
@@ -109,7 +110,7 @@ class RankExchange:
         direction: str,
     ) -> tuple[Tensor, ...]:
         assert source is not None, f"{name}: no neighbour on that side"
-        expected = sum(_padded_bytes(tensor) for tensor in like)
+        expected = packed_bytes(like)
         if self._is_checked("receive", source, group):
             label = torch.empty(_LABEL_BYTES, dtype=torch.uint8, device=self._mesh.world.device)
             self._take(label, name, source, group, direction)
@@ -117,7 +118,9 @@ class RankExchange:
         payload = torch.empty(expected, dtype=torch.uint8, device=self._mesh.world.device)
         if expected:
             self._take(payload, name, source, group, direction)
-        return _unpacked(payload, like)
+        tensors = unpacked(payload, like)
+        # Own storage each, as autograd expects.
+        return tensors if len(tensors) == 1 else tuple(one.clone() for one in tensors)
 
     def _is_checked(self, operation: str, peer: int, group: dist.ProcessGroup) -> bool:
         """Both ends count alike: message i of one is message i of the other."""
@@ -141,36 +144,6 @@ class RankExchange:
 
 def _not_taken(name: str, by: int) -> str:
     return f"rank {by} has not taken {name!r}"
-
-
-def _padded_bytes(tensor: Tensor) -> int:
-    return math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
-
-
-def _packed(tensors: tuple[Tensor, ...]) -> Tensor:
-    """All tensors as one new byte buffer [bytes]."""
-    device = tensors[0].device if tensors else None
-    payload = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
-    offset = 0
-    for tensor in tensors:
-        _part(payload, offset, tensor).copy_(tensor.detach())
-        offset += _padded_bytes(tensor)
-    return payload
-
-
-def _unpacked(payload: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensors: list[Tensor] = []
-    offset = 0
-    for tensor in like:
-        part = _part(payload, offset, tensor)
-        tensors.append(part if len(like) == 1 else part.clone())  # own storage each, as autograd expects
-        offset += _padded_bytes(tensor)
-    return tuple(tensors)
-
-
-def _part(payload: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The bytes from `offset` on as a tensor of the shape and dtype of `like`."""
-    return payload[offset : offset + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 def _label(name: str, payload_bytes: int, device: torch.device) -> Tensor:
