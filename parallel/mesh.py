@@ -15,7 +15,8 @@ class Mesh:
     """This rank's place. Rank = data_rank * sequence_size + sequence_rank, unless `descending`.
 
     forward, backward: process groups of this row of sequence ranks, one per direction of travel; row: the
-    same ranks, for collectives among them; None when sequence_size is 1. timeout_seconds: their longest wait.
+    same ranks, for collectives among them; None when sequence_size is 1. node: those of this rank's node,
+    None unless parallel.head_parallel has some. timeout_seconds: their longest wait.
     descending: the sequence begins on the last rank of the row, which is sequence rank 0, and ends on the
     first.
     """
@@ -29,6 +30,7 @@ class Mesh:
     forward: dist.ProcessGroup | None = None
     backward: dist.ProcessGroup | None = None
     row: dist.ProcessGroup | None = None
+    node: dist.ProcessGroup | None = None
     descending: bool = False
 
     @classmethod
@@ -40,7 +42,7 @@ class Mesh:
                 f"the world has {world.size}"
             )
         data_rank, sequence_rank = divmod(world.rank, config.sequence)
-        forward, backward, row = _row_groups(world, config)
+        groups = _Groups.build(world, config)
         return cls(
             world=world,
             data_rank=data_rank,
@@ -48,9 +50,7 @@ class Mesh:
             sequence_rank=sequence_rank,
             sequence_size=config.sequence,
             timeout_seconds=config.timeout_seconds,
-            forward=forward,
-            backward=backward,
-            row=row,
+            **vars(groups),
         )
 
     def turned(self) -> "Mesh":
@@ -86,23 +86,55 @@ class Mesh:
         return self.global_rank(self.sequence_rank + 1) if self.sequence_rank < last else None
 
 
-def _row_groups(
-    world: World, config: ParallelConfig
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+@dataclass(frozen=True)
+class _Groups:
     """Own groups, so that no message waits behind a collective or behind the other direction."""
-    if config.sequence == 1:
-        return None, None, None
+
+    forward: dist.ProcessGroup | None = None
+    backward: dist.ProcessGroup | None = None
+    row: dist.ProcessGroup | None = None
+    node: dist.ProcessGroup | None = None
+
+    @classmethod
+    def build(cls, world: World, config: ParallelConfig) -> "_Groups":
+        if config.sequence == 1:
+            return cls()
+        forward, backward, row = (_own_group(world, config, config.sequence) for _ in range(3))
+        node = _own_group(world, config, config.head_parallel) if config.head_parallel > 1 else None
+        for group in (row, node):
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+        for distance in sorted({1, config.head_parallel}):
+            _connect(world, forward, distance)
+            _connect(world, backward, -distance)
+        return cls(forward, backward, row, node)
+
+
+def _own_group(world: World, config: ParallelConfig, size: int) -> dist.ProcessGroup:
+    """Groups of `size` neighbouring ranks, all of them made by all ranks; returns the one of this rank."""
     mine: list[dist.ProcessGroup] = []
-    for first in range(0, world.size, config.sequence):
-        ranks = list(range(first, first + config.sequence))
-        for _ in ("forward", "backward", "row"):
-            group = dist.new_group(
-                ranks, timeout=timedelta(seconds=config.timeout_seconds), backend=world.backend
-            )
-            if world.rank in ranks:
-                assert isinstance(group, dist.ProcessGroup), "a member of a group gets the group"
-                mine.append(group)
-    forward, backward, row = mine
-    for group in (forward, backward):
-        dist.all_reduce(torch.zeros(1, device=world.device), group=group)  # connects before the first message
-    return forward, backward, row
+    for first in range(0, world.size, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=config.timeout_seconds), backend=world.backend
+        )
+        if world.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup), "a member of a group gets the group"
+            mine.append(group)
+    return mine[0]
+
+
+def _connect(world: World, group: dist.ProcessGroup, distance: int) -> None:
+    """Each rank of the group has sent to the one `distance` ranks after it, before any message.
+
+    NCCL and RCCL make a communicator for every pair at its first message, and both wait for each other then:
+    so half of the ranks send first.
+    """
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    number = torch.zeros(1, device=world.device)
+    sends_first = place // abs(distance) % 2 == 0
+    for sends in (sends_first, not sends_first):
+        other = place + distance if sends else place - distance
+        if 0 <= other < size:
+            peer = dist.get_global_rank(group, other)
+            (dist.send if sends else dist.recv)(number, peer, group=group)
