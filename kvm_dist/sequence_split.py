@@ -10,9 +10,9 @@ from models.loss import IGNORED_LABEL
 from models.sequence_shards import SequenceShards
 from parallel.config import NodeSplits
 from parallel.mesh import Mesh
+from parallel.sequence.all_to_all import GroupAllToAll
 from parallel.sequence.context import Exchange, HeadSplit, SequenceContext, WholeSequence
 from parallel.sequence.exchange import RankExchange
-from parallel.sequence.heads import RowAllToAll
 from parallel.sequence.named import NamedExchange, named_split
 from parallel.sequence.node import Node
 from parallel.sequence.ranks import RankedSequence
@@ -118,7 +118,7 @@ class _Way:
     mesh: Mesh
     start: int
     exchange: RankExchange
-    all_to_all: RowAllToAll
+    all_to_all: GroupAllToAll
     head_split: HeadSplit
 
     @classmethod
@@ -133,9 +133,10 @@ class _Way:
         exchange = RankExchange(mesh)
         head_split = HeadSplit(head_groups)
         if head_parallel > 1:
-            node = Node(exchange, mesh.sequence_rank, head_parallel, tuple(spans), splits=node_splits)
+            members = GroupAllToAll(mesh, mesh.node)
+            node = Node(exchange, members, mesh.sequence_rank, head_parallel, tuple(spans), node_splits)
             # Where only routing is split, gradients of states go from rank to rank: by groups, ranks wait no
             # longer than nodes.
             groups = max(head_groups, head_parallel) if node_splits == "routing" else head_groups
             head_split = HeadSplit(groups, node)
-        return cls(mesh, spans[mesh.sequence_rank][0], exchange, RowAllToAll(mesh), head_split)
+        return cls(mesh, spans[mesh.sequence_rank][0], exchange, GroupAllToAll(mesh, mesh.row), head_split)

@@ -9,7 +9,7 @@ from models.layer_config import Elements
 from models.messages import BETWEEN_NODES, EdgeMessage, Phase, Spans, kvm_parts
 from models.node_messages import NodeOfRanks, PeerMessage
 
-TO_HEADS, TO_TOKENS = "node.heads", "node.outputs"
+OUTPUTS = "node.outputs"
 
 
 def operator_messages(
@@ -39,35 +39,46 @@ class _Layer:
     head_groups: int
 
     def forward(self) -> Iterator[PeerMessage]:
-        yield from self._swap(TO_HEADS, "forward")
+        for name in ("gate", "key", "value", "query"):
+            yield from self._to_heads(f"node.{name}", self._head_numbers(name), "forward")
         following = self.node.rank + self.node.size
         if following < len(self.node.spans):
             yield from self._handed_over(following, self.node.spans[self.node.members[-1]][1], "forward")
-        yield from self._swap(TO_TOKENS, "forward")
+        yield from self._to_tokens(OUTPUTS, self._head_numbers("query"), "forward")
 
     def backward(self) -> Iterator[PeerMessage]:
-        yield from self._swap(TO_TOKENS, "backward")
+        yield from self._to_heads(f"{OUTPUTS} gradient", self._head_numbers("query"), "backward")
         before = self.node.rank - self.node.size
-        if before >= 0:
-            yield from self._handed_over(before, self.node.spans[self.node.members[0]][0], "backward")
-        yield from self._swap(TO_HEADS, "backward")
+        start = self.node.spans[self.node.members[0]][0]
+        handed_over = list(self._handed_over(before, start, "backward")) if before >= 0 else []
+        yield from handed_over[:1]  # of the window; after it those of queries are complete
+        yield from self._to_tokens("node.query gradient", self._head_numbers("query"), "backward")
+        yield from handed_over[1:]
+        for name in ("value", "key", "gate"):
+            yield from self._to_tokens(f"node.{name} gradient", self._head_numbers(name), "backward")
 
-    def _swap(self, name: str, phase: Phase) -> Iterator[PeerMessage]:
-        """A gradient goes the other way: what a swap gave to heads comes back to tokens."""
-        to_heads = (name == TO_HEADS) == (phase == "forward")
-        for member in self.node.members:
-            if member != self.node.rank:
-                holder, owner = (self.node.rank, member) if to_heads else (member, self.node.rank)
-                start, stop = self.node.spans[holder]
-                numbers = (stop - start) * self._token_numbers(name, self.node.heads(owner))
-                label = name if phase == "forward" else f"{name} gradient"
-                yield self._to(member, label, phase, Elements(numbers))
+    def _to_heads(self, name: str, numbers: int, phase: Phase) -> Iterator[PeerMessage]:
+        """This rank's tokens. numbers: of one token and one head with a state."""
+        start, stop = self.node.spans[self.node.rank]
+        for member in self._others(numbers):
+            yield self._to(member, name, phase, Elements((stop - start) * self.node.heads(member) * numbers))
 
-    def _token_numbers(self, name: str, state_heads: int) -> int:
-        """Of one token and so many heads with a state: queries, keys, values and gates, or outputs."""
-        width = self.model.head_width
-        queries = state_heads * (self.model.num_heads // self.config.key_value_heads(self.model)) * width
-        return queries if name == TO_TOKENS else queries + state_heads * (2 * width + self.config.merge_gate)
+    def _to_tokens(self, name: str, numbers: int, phase: Phase) -> Iterator[PeerMessage]:
+        """This rank's heads."""
+        heads = self.node.heads(self.node.rank)
+        for member in self._others(numbers):
+            start, stop = self.node.spans[member]
+            yield self._to(member, name, phase, Elements((stop - start) * heads * numbers))
+
+    def _others(self, numbers: int) -> Iterator[int]:
+        return (member for member in self.node.members if member != self.node.rank and numbers)
+
+    def _head_numbers(self, name: str) -> int:
+        """Of one token and one head with a state: of its queries, key, value or gate."""
+        if name == "gate":
+            return int(self.config.merge_gate)
+        group = self.model.num_heads // self.config.key_value_heads(self.model)
+        return self.model.head_width * (group if name == "query" else 1)
 
     def _handed_over(self, to: int, edge: int, phase: Phase) -> Iterator[PeerMessage]:
         """What one rank hands to the next, of this member's heads alone."""

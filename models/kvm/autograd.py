@@ -40,14 +40,20 @@ class KVMFunction(torch.autograd.Function):
         attended = Attended(output, log_sum, tuple(routes), given.boundary())
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         found = run_backward(call, given, attended, grad_output, grad_state)
-        return None, *(
+        gradients = [
             grad.to(tensor.dtype) if wanted and grad is not None and tensor is not None else None
             for wanted, grad, tensor in zip(ctx.needs_input_grad[1:], found.all(), given.all(), strict=True)
-        )
+        ]
+        if call.arrivals is not None:
+            call.arrivals.return_tokens(*gradients[1:4])
+            gradients[:4] = [None] * 4
+        return None, *gradients
 
 
 def run_forward(call: Call, given: CallTensors) -> tuple[CallTensors, Attended]:
     """The tensors with what the rank before sent, and what attention leaves."""
+    if call.arrivals is not None:
+        call.arrivals.wait_for_tokens()
     given = _with_window_before(call, given)
     passes = call.passes(call, given)
     node = call.handover.node
@@ -56,6 +62,10 @@ def run_forward(call: Call, given: CallTensors) -> tuple[CallTensors, Attended]:
         routes, given = _advance(call, given, passes)
     else:
         routes, given = advance_by_heads(call, given, passes, node)
+    if call.arrivals is not None:
+        if routes is None:  # there is time to find them
+            routes, _ = passes.route(slice(0, given.heads), given.boundary()[0])
+        call.arrivals.wait_for_queries()
     return given, passes.attend(routes, given.boundary())
 
 
@@ -146,7 +156,11 @@ def _chain(
         if handover.has_previous:
             handover.send_slot_gradient(gradient)
 
-    return SlotChain(groups, handover.has_next, handover.has_previous, receive, send)
+    def queries_done() -> None:
+        if call.arrivals is not None:
+            call.arrivals.return_queries(found.queries.to(given.q.dtype))
+
+    return SlotChain(groups, handover.has_next, handover.has_previous, queries_done, receive, send)
 
 
 def _or_zeros(grads: tuple[Tensor | None, ...], slots: int, given: CallTensors, heads: slice) -> SlotTensors:

@@ -105,12 +105,18 @@ class SlotChain:
     groups: tuple[slice, ...]
     waits: bool  # whether `receive` waits for another rank
     hands_on: bool  # whether another rank waits for `send`
+    queries_done: Callable[[], None]  # called once the gradient of the queries is complete
     receive: Callable[[slice], SlotTensors]  # of the state after the call; the groups in order, each once
     send: Callable[[slice, SlotTensors], None]  # of the state before the call
 
 
 class Gradients(Protocol):
     """The backward of one call, filled by `window`, perhaps `window_at_edge`, and `states`."""
+
+    @property
+    def queries(self) -> Tensor:
+        """[B, T, group * H, D], complete once `states` says so."""
+        ...
 
     @property
     def tokens(self) -> tuple[Tokens, ...]:
@@ -163,12 +169,31 @@ class Passes(Protocol):
         ...
 
 
+class Arrivals(Protocol):
+    """Tensors of a call that come from other ranks while it runs, and gradients that go back to those."""
+
+    def wait_for_tokens(self) -> None:
+        """Until keys, values and gate are filled."""
+        ...
+
+    def wait_for_queries(self) -> None: ...
+
+    def return_queries(self, gradient: Tensor) -> None:
+        """In the dtype of the queries."""
+        ...
+
+    def return_tokens(self, key: Tensor | None, value: Tensor | None, gate: Tensor | None) -> None:
+        """Gradients in the dtypes of their tensors, where these want one."""
+        ...
+
+
 @dataclass(frozen=True)
 class Call:
-    """What a call is about, beside its tensors."""
+    """What a call is about, beside its tensors. arrivals: None where these are all here."""
 
     settings: KVMSettings
     plan: Plan
     handover: Handover
     returns_state: bool
     passes: Callable[["Call", CallTensors], Passes]
+    arrivals: Arrivals | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.kvm.autograd import KVMFunction
-from models.kvm.call import Call, CallTensors, Passes
+from models.kvm.call import Arrivals, Call, CallTensors, Passes
 from models.kvm.handover import Handover
 from models.kvm.layout import KVMSettings, plan_call, window_start
 from models.kvm.reference import Parameters
@@ -32,6 +32,7 @@ class Arguments:
     exchange: Exchange
     start: int
     head_split: HeadSplit = HeadSplit()  # noqa: RUF009
+    arrivals: Arrivals | None = None
 
     @property
     def alone(self) -> bool:
@@ -48,7 +49,7 @@ class Arguments:
             ahead_at_stop=self.exchange.has_next,
         )
         handover = Handover(self.exchange, self.settings, plan, self.head_split)
-        return Call(self.settings, plan, handover, self.return_state, passes)
+        return Call(self.settings, plan, handover, self.return_state, passes, self.arrivals)
 
     def tensors(self) -> CallTensors:
         """Everything the Function differentiates; the layer's own parameters in the accumulation dtype."""

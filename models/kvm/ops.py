@@ -10,6 +10,7 @@ from models.kvm.checks import check_place, check_state, check_tensors, check_wid
 from models.kvm.chunked import Arguments
 from models.kvm.compiled import Tensors, can_compile, compiled_attention
 from models.kvm.layout import KVMSettings
+from models.kvm.node_inputs import NodeInputs
 from models.kvm.opaque import opaque_to_compiler
 from models.kvm.reference import Parameters, kvm_reference
 from models.kvm.state import KVMState
@@ -45,6 +46,7 @@ def kvm_attention(
     exchange: Exchange = NoExchange(),  # noqa: B008
     start: int = 0,
     head_split: HeadSplit = HeadSplit(),  # noqa: B008
+    inputs: NodeInputs | None = None,
 ) -> tuple[Tensor, KVMState | None]:
     """Key-Value Means attention (arXiv 2605.09877): one softmax over a block window and growing state.
 
@@ -57,6 +59,7 @@ def kvm_attention(
     exchange: neighbours along the sequence. The tokens are then a chunk-aligned shard whose first position is
         `start`; the window and state before it come from the rank before, those after it go to the next, in
         groups of the h heads as `head_split` has them.
+    inputs: those of a node that splits the operator, which q, k, v and merge_gate were started with.
 
     Returns the output [B, T, H, D] and the state. Raises ValueError for shapes or settings that do not fit.
     """
@@ -68,7 +71,7 @@ def kvm_attention(
         if alone and start == 0 and state is None and not return_state:
             return compiled_attention(tensors, budget, numbers, switches, backend), None
     place = (exchange, start, head_split)
-    return _attention(tensors, (budget, *numbers, *switches), state, return_state, backend, place)
+    return _attention(tensors, (budget, *numbers, *switches), state, return_state, backend, place, inputs)
 
 
 @opaque_to_compiler
@@ -79,6 +82,7 @@ def _attention(
     return_state: bool,
     backend: Backend,
     place: Place,
+    inputs: NodeInputs | None = None,
 ) -> tuple[Tensor, KVMState | None]:
     """Check what was given, and run it on the backend chosen."""
     exchange, start, split = place
@@ -88,10 +92,10 @@ def _attention(
                 "ranks that split the operator by heads keep no state; use a node that splits routing"
             )
 
-        def attend(given: Tensors, at: Place) -> Tensor:
-            return _attention(given, switches, None, False, backend, at)[0]
+        def attend(given: Tensors, at: Place, arriving: NodeInputs) -> Tensor:
+            return _attention(given, switches, None, False, backend, at, arriving)[0]
 
-        return attend_by_heads(tensors, split.node, split.groups, attend), None
+        return attend_by_heads(tensors, inputs, split.node, split.groups, attend), None
     q, k, v, merge_gate, norm_weight, norm_bias, state_temperature, window_temperature = tensors
     settings = KVMSettings(*switches)
     norm = {"key_norm_weight": norm_weight, "key_norm_bias": norm_bias}
@@ -105,9 +109,12 @@ def _attention(
     parameters = Parameters(norm_weight, norm_bias, state_temperature, window_temperature)
     with without_autocast(q.device):  # routing does not survive rounding
         if chosen == "reference":
+            if inputs is not None:
+                inputs.wait_for_tokens()
+                inputs.wait_for_queries()
             output, after = kvm_reference(q, k, v, merge_gate, parameters, settings, state)
             return output, after if return_state else None
-        given = Arguments(q, k, v, merge_gate, parameters, settings, state, return_state, *place)
+        given = Arguments(q, k, v, merge_gate, parameters, settings, state, return_state, *place, inputs)
         if chosen == "triton":
             from models.kvm.triton_backend import kvm_triton  # only where there is a Triton to import
 

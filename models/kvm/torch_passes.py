@@ -93,6 +93,10 @@ class TorchGradients:
         self._window = WindowBackward(self._found, edge)
 
     @property
+    def queries(self) -> Tensor:
+        return self._found.q
+
+    @property
     def tokens(self) -> tuple[Tokens, ...]:
         found = self._found
         return (found.k, found.v, *(() if found.gate is None else (found.gate,)))
@@ -112,6 +116,7 @@ class TorchGradients:
         for block in reversed(plan.blocks):
             sent = reads.backward(block, self._found)
             walk.take(sent, reads.rewind(block.folds))
+        chain.queries_done()
         return walk.finish(plan)
 
     def result(self, boundary: SlotTensors) -> CallTensors:

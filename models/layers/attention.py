@@ -1,5 +1,7 @@
 """What all attention kinds share: projections, value residual, token shift, head norms, rotary, output."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,9 @@ from models.layers.token_shift import TokenShift, difference_to_previous
 from parallel.sequence.context import SequenceContext
 
 NORM_EPS = 1e-5
+# The place of each among the projections; queries come last, as nobody waits for them before keys are routed.
+FINISHED = {1: "key", 2: "value", 0: "query"}
+Ready = Callable[[str, Tensor], Tensor]
 SHIFT_EXPONENTS = {"query": 0.2, "key": 0.7, "value": 0.7}
 
 
@@ -67,16 +72,24 @@ class AttentionProjections(nn.Module):
         """Values [B, T, H*D] of the normed embedding, of the heads that values have."""
         return self.value(x0) if self.value_residual is not None else x0
 
-    def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> QueriesKeysValues:
+    def forward(
+        self,
+        x: Tensor,
+        first_value: Tensor,
+        context: SequenceContext,
+        ready: Ready = lambda _, tensor: tensor,
+    ) -> QueriesKeysValues:
+        """ready: is given each of them as soon as it is found, and returns what takes its place."""
         projected = segment(self.recompute, self._project, x, first_value)
         halo: tuple[Tensor, ...] = ()
         if self.shifts is not None:
             halo = context.halo(f"{self.name}.shift", projected, 1)
 
-        def finish(*tensors: Tensor) -> QueriesKeysValues:
-            return self._shift_norm_rotate(tensors[:3], tensors[3:], context.start)
-
-        return segment(self.recompute, finish, *projected, *halo)
+        found: dict[str, Tensor] = {}
+        for place, name in FINISHED.items():
+            finish = partial(self._finish, name, context.start)
+            found[name] = ready(name, segment(self.recompute, finish, projected[place], *halo[place:][:1]))
+        return QueriesKeysValues(**found)
 
     def _project(self, x: Tensor, first_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = self.value(x)
@@ -84,18 +97,16 @@ class AttentionProjections(nn.Module):
             value = self.value_residual(x, value, first_value)
         return self.query(x), self.key(x), value
 
-    def _shift_norm_rotate(
-        self, projected: tuple[Tensor, ...], halo: tuple[Tensor, ...], start: int
-    ) -> QueriesKeysValues:
+    def _finish(self, name: str, start: int, projected: Tensor, *halo: Tensor) -> Tensor:
+        """Shift, norm and rotate one of the three, [B, T, heads * D] -> [B, T, heads, D]."""
         if self.shifts is not None:
-            projected = tuple(
-                shift(z, difference_to_previous(z, edge, first=z[:, :1]))
-                for shift, z, edge in zip(self.shifts.values(), projected, halo, strict=True)
-            )
-        query, key, value = (z.unflatten(-1, (-1, self.head_width)) for z in projected)
-        query = rotate(self.norm_query(query), start, self.rotary_dims, self.rotary_base)
-        key = rotate(self.norm_key(key), start, self.rotary_dims, self.rotary_base)
-        return QueriesKeysValues(query, key, value)
+            first = projected[:, :1]
+            projected = self.shifts[name](projected, difference_to_previous(projected, halo[0], first=first))
+        heads = projected.unflatten(-1, (-1, self.head_width))
+        if name == "value":
+            return heads
+        norm = self.norm_query if name == "query" else self.norm_key
+        return rotate(norm(heads), start, self.rotary_dims, self.rotary_base)
 
     def initialise(self, generator: torch.Generator) -> None:
         for linear in (self.query, self.key, self.value):
@@ -114,8 +125,11 @@ class AttentionMixer(Mixer):
         return self.projections.first_value(x0)
 
     def forward(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
-        heads = self.projections(x, first_value, context)
-        return self.output(self.attend(x, heads, context).flatten(2))
+        return self.output(self.mix(x, first_value, context).flatten(2))
+
+    def mix(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
+        """x [B, T, d] -> [B, T, H, D]."""
+        return self.attend(x, self.projections(x, first_value, context), context)
 
     def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
         """x [B, T, d] and its queries, keys and values -> [B, T, H, D]."""

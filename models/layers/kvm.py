@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from models.config import KVMConfig, ModelConfig
 from models.initialise import linear_default_
 from models.kvm import kvm_attention
+from models.kvm.node_inputs import NodeInputs
 from models.layers.attention import AttentionMixer, QueriesKeysValues
 from models.layers.mixer import settings
 from parallel.sequence.context import SequenceContext
@@ -19,7 +20,7 @@ class KVM(AttentionMixer):
         config = settings(model, index, KVMConfig)
         heads = config.key_value_heads(model)
         super().__init__(model, index, config.rotary(model.head_width), heads)
-        self.config = config
+        self.config, self.state_heads = config, heads
         self.state_norm_weight = nn.Parameter(torch.empty(model.head_width))
         self.state_norm_bias = nn.Parameter(torch.empty(model.head_width))
         self.gate = nn.Linear(model.hidden_size, heads, bias=False) if config.merge_gate else None
@@ -29,10 +30,17 @@ class KVM(AttentionMixer):
             self.window_temperature = nn.Parameter(torch.empty(heads))
             self.state_temperature = nn.Parameter(torch.empty(heads))
 
-    def attend(self, x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
+    def mix(self, x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
+        split = named_split(context.head_split, str(self.index))
+        inputs = NodeInputs.of(split, self.state_heads)
+        gate = None if self.gate is None else merge_gate(self.gate(x))
+        if inputs is not None and gate is not None:
+            gate = inputs.start("gate", gate)
+        ready = {} if inputs is None else {"ready": inputs.start}
+        heads: QueriesKeysValues = self.projections(x, first_value, context, **ready)
         out, state = kvm_attention(
             *heads,
-            None if self.gate is None else merge_gate(self.gate(x)),
+            gate,
             self.state_norm_weight,
             self.state_norm_bias,
             self.state_temperature,
@@ -51,7 +59,8 @@ class KVM(AttentionMixer):
             backend=self.config.backend,
             exchange=NamedExchange(context.exchange, str(self.index)),
             start=context.start,
-            head_split=named_split(context.head_split, str(self.index)),
+            head_split=split,
+            inputs=inputs,
         )
         context.store(self.name, state)
         return out

@@ -1,9 +1,11 @@
 """Names of messages that say who sends them, and of which micro-batch they are."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from parallel.sequence.all_to_all import AllToAll, Flight, Part
 from parallel.sequence.context import Exchange, HeadSplit
 from parallel.sequence.node import Peers
 
@@ -53,8 +55,21 @@ class NamedPeers:
         return self._peers.receive_from(rank, self._named(name), like)
 
 
+class NamedAllToAll:
+    """The same for `AllToAll`."""
+
+    def __init__(self, all_to_all: AllToAll, prefix: str = "", suffix: str = "") -> None:
+        self._all_to_all = all_to_all
+        self._named = _Naming(prefix, suffix)
+
+    def start(self, name: str, parts: Sequence[Part], like: Sequence[Part]) -> Flight:
+        return self._all_to_all.start(self._named(name), parts, like)
+
+
 def named_split(split: HeadSplit, prefix: str = "", suffix: str = "") -> HeadSplit:
     """`split` whose node names its messages so."""
     if split.node is None:
         return split
-    return replace(split, node=replace(split.node, peers=NamedPeers(split.node.peers, prefix, suffix)))
+    peers = NamedPeers(split.node.peers, prefix, suffix)
+    all_to_all = NamedAllToAll(split.node.all_to_all, prefix, suffix)
+    return replace(split, node=replace(split.node, peers=peers, all_to_all=all_to_all))

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from parallel.config import NodeSplits
+from parallel.sequence.all_to_all import AllToAll, Part
 
 
 class Peers(Protocol):
@@ -26,11 +27,13 @@ class Peers(Protocol):
 class Node:
     """Member i of a node takes group i of the heads for the tokens of all members.
 
-    peers: between sequence ranks. rank: this member's sequence rank. spans: [start, stop) of every rank.
-    splits: what the members do by heads: the serial part of a forward, or all that does not mix heads.
+    peers: between sequence ranks. all_to_all: among the members. rank: this member's sequence rank. spans:
+    [start, stop) of every rank. splits: what the members do by heads: the serial part of a forward, or all
+    that does not mix heads.
     """
 
     peers: Peers
+    all_to_all: AllToAll
     rank: int
     size: int
     spans: tuple[tuple[int, int], ...]
@@ -77,17 +80,9 @@ class Node:
     def receive_previous(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.peers.receive_from(self.rank - self.size, name, like)
 
-    def swap(
-        self, name: str, parts: list[tuple[Tensor, ...]], like: list[tuple[Tensor, ...]]
-    ) -> list[tuple[Tensor, ...]]:
+    def swap(self, name: str, parts: list[Part], like: list[Part]) -> list[Part]:
         """parts: one for each member, itself included. Returns one from each, of the shapes of `like`."""
-        for member, part in zip(self.members, parts, strict=True):
-            if member != self.rank:
-                self.peers.send_to(member, name, part)
-        return [
-            parts[self.place] if member == self.rank else self.peers.receive_from(member, name, one)
-            for member, one in zip(self.members, like, strict=True)
-        ]
+        return self.all_to_all.start(name, parts, like).land()
 
 
 class NodeExchange:

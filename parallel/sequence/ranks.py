@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.sequence.all_to_all import AllToAll
 from parallel.sequence.chain import attend_by_chain
 from parallel.sequence.context import CausalAttention, Exchange, HeadSplit
 from parallel.sequence.halo import exchange_halo
-from parallel.sequence.heads import AllToAll, attend_by_heads
+from parallel.sequence.heads import HeadRanks, attend_by_heads
 from parallel.sequence.relay import receive_state, send_state
 
 
@@ -57,7 +58,8 @@ class RankedSequence:
                 f"{self._lengths}; give the context the spans of all ranks"
             )
         if self._all_to_all is not None and query.shape[2] % len(self._lengths) == 0:
-            return attend_by_heads(self._all_to_all, name, attention, self._lengths, query, key, value)
+            ranks = HeadRanks(self._all_to_all, self._rank, tuple(self._lengths), query.shape[2])
+            return attend_by_heads(ranks, name, attention, query, key, value)
         return attend_by_chain(self.exchange, name, attention, before, query, key, value)
 
     def receive(self, name: str, zeros: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

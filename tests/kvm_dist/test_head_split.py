@@ -27,7 +27,7 @@ def step(
     tokens: int = TOKENS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This rank's logits, and the gradients of all ranks."""
-    mesh = Mesh.build(world, ParallelConfig(sequence=4, timeout_seconds=30))
+    mesh = Mesh.build(world, ParallelConfig(sequence=4, head_parallel=head_parallel, timeout_seconds=30))
     model = tiny_model(list(layers))
     shards = sequence_shards(model.config, tokens, 4, node_ranks=node_ranks)
     split = SequenceSplit(

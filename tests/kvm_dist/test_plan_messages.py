@@ -15,10 +15,10 @@ from models.loss import token_losses
 from parallel.config import NodeSplits, ParallelConfig
 from parallel.mesh import Mesh
 from parallel.sequence.context import Exchange, HeadSplit
-from parallel.sequence.node import Node
 from parallel.sequence.ranks import RankedSequence
 from parallel.sequence.recorded import RecordedExchange
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.support.logical_all_to_all import logical_node
 from tests.support.logical_peers import LogicalPeers
 from tests.support.logical_ranks import run_logical_ranks
 from tests.support.saved_bytes import saved_bytes
@@ -46,7 +46,7 @@ def step(model: Backbone, config: RunConfig) -> list[tuple[int, int]]:
         own, part, peers = copy.deepcopy(model), slice(*spans[rank]), row.of(rank)
         recorded = RecordedExchange(exchange, rank)
         mesh = cast(Mesh, SimpleNamespace(sequence_rank=rank))
-        split = HeadSplit(size if splits == "routing" else 1, Node(peers, rank, size, spans, splits))
+        split = HeadSplit(size if splits == "routing" else 1, logical_node(peers, rank, size, spans, splits))
         context = RankedSequence(mesh, part.start, recorded, spans, head_split=split)
         with saved_bytes(own.parameters()) as saved:
             loss, _ = token_losses(own(ids[:, part], context), labels[:, part])

@@ -16,10 +16,10 @@ from models.operator_messages import operator_messages
 from parallel.config import NodeSplits
 from parallel.mesh import Mesh
 from parallel.sequence.context import Exchange, HeadSplit
-from parallel.sequence.node import Node
 from parallel.sequence.ranks import RankedSequence
 from parallel.sequence.recorded import Message, RecordedExchange
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.support.logical_all_to_all import logical_node
 from tests.support.logical_peers import LogicalPeers
 from tests.support.logical_ranks import run_logical_ranks
 
@@ -54,7 +54,7 @@ def test_peers_and_edges_get_what_is_listed(
         recorded = RecordedExchange(exchange, rank)
         mesh = cast(Mesh, SimpleNamespace(sequence_rank=rank))
         groups = size if splits == "routing" else 1
-        split = HeadSplit(groups, Node(peers[rank], rank, size, spans, splits))
+        split = HeadSplit(groups, logical_node(peers[rank], rank, size, spans, splits))
         context = RankedSequence(mesh, part.start, recorded, spans, head_split=split)
         token_losses(own(ids[:, part], context), labels[:, part])[0].backward()
         return recorded.messages

@@ -16,8 +16,8 @@ from models.prefill import prefill
 from models.sequence_shards import sequence_shards
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh
+from parallel.sequence.all_to_all import GroupAllToAll
 from parallel.sequence.exchange import RankExchange
-from parallel.sequence.heads import RowAllToAll
 from parallel.sequence.ranks import RankedSequence
 from parallel.world import World
 from tests.models.tiny import RECURRENCES, tiny_batch, tiny_model
@@ -92,7 +92,7 @@ def written_on_ranks(world: World, prompt: Tensor) -> Tensor | None:
     spans = [(start, min(stop, len(prompt))) for start, stop in shards.spans]
     start, stop = spans[mesh.sequence_rank]
     exchange = RankExchange(mesh)
-    shard = RankedSequence(mesh, start, exchange, spans, RowAllToAll(mesh))
+    shard = RankedSequence(mesh, start, exchange, spans, GroupAllToAll(mesh, mesh.row))
     logits, cache = prefill(model, prompt[None, start:stop], shard)
     exchange.drain()
     if cache is None:

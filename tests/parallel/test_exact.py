@@ -12,9 +12,9 @@ from models.loss import token_losses
 from parallel import collectives
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh
+from parallel.sequence.all_to_all import GroupAllToAll
 from parallel.sequence.context import WholeSequence
 from parallel.sequence.exchange import RankExchange
-from parallel.sequence.heads import RowAllToAll
 from parallel.sequence.ranks import RankedSequence
 from parallel.world import World
 from tests.models.kvm.cases import PARAMETERS, PER_TOKEN, gradients, random_case
@@ -74,7 +74,9 @@ def model_on_shards(world: World, bounds: list[int], changes: dict[str, Any]) ->
     ids, labels = tiny_batch(bounds[-1])
     own = slice(*spans[mesh.sequence_rank])
     split, whole = tiny_model(LAYERS, **changes), tiny_model(LAYERS, **changes)
-    logits = split(ids[:, own], RankedSequence(mesh, own.start, exchange, spans, RowAllToAll(mesh)))
+    logits = split(
+        ids[:, own], RankedSequence(mesh, own.start, exchange, spans, GroupAllToAll(mesh, mesh.row))
+    )
     token_losses(logits, labels[:, own])[0].backward()
     exchange.drain()
     wanted = whole(ids, WholeSequence())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh
-from parallel.sequence.heads import RowAllToAll
+from parallel.sequence.all_to_all import GroupAllToAll
 from parallel.world import World
 from tests.support.ranks import RankFailure, Ranks
 
@@ -22,9 +22,10 @@ def part(sender: int, receiver: int) -> Tensor:
 def swapped(world: World, data: int, sequence: int, turned: bool) -> tuple[list[Tensor], int]:
     mesh = Mesh.build(world, ParallelConfig(data=data, sequence=sequence, timeout_seconds=30))
     mesh = mesh.turned() if turned else mesh
-    row, ranks, own = RowAllToAll(mesh), range(sequence), mesh.sequence_rank
-    like = [torch.empty_like(part(other, own)) for other in ranks]
-    received = [row.swap("swap", [part(own, other) for other in ranks], like) for _ in range(3)]
+    row, ranks, own = GroupAllToAll(mesh, mesh.row), range(sequence), mesh.sequence_rank
+    like = [(torch.empty_like(part(other, own)),) for other in ranks]
+    flights = [row.start("swap", [(part(own, other),) for other in ranks], like) for _ in range(3)]
+    received = [[one for (one,) in flight.land()] for flight in flights]
     assert all(map(torch.equal, received[0], received[2]))
     return received[0], row.bytes_sent
 
@@ -46,8 +47,8 @@ def absent_rank(world: World) -> None:
     mesh = Mesh.build(world, ParallelConfig(sequence=2, timeout_seconds=8))
     if mesh.sequence_rank == 0:
         time.sleep(60)
-    one = torch.zeros(1)
-    RowAllToAll(mesh).swap("3.full_attention.window.heads", [one, one], [one, one])
+    one = [(torch.zeros(1),)] * 2
+    GroupAllToAll(mesh, mesh.row).start("3.full_attention.window.heads", one, one).land()
 
 
 def test_a_rank_that_stays_away_ends_in_a_time_out_that_names_the_swap() -> None:

@@ -1,41 +1,62 @@
 """`AllToAll` between the logical ranks of one process."""
 
-import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
+from parallel.config import NodeSplits
+from parallel.sequence.all_to_all import Part
+from parallel.sequence.node import Node
+from tests.support.logical_peers import LogicalPeers, QueuePeers
 
 
 class LogicalRow:
-    """The parts that ranks leave for each other, one swap at a time."""
+    """Ranks that swap with each other; `rank(r)` is what rank r holds."""
 
     def __init__(self, ranks: int, timeout_seconds: float = 60.0) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=timeout_seconds)
-        self._left: list[tuple[str, list[Tensor]]] = [("", [])] * ranks
+        self._peers, self._ranks = LogicalPeers(ranks, timeout_seconds), range(ranks)
 
     def rank(self, rank: int) -> "LogicalAllToAll":
-        return LogicalAllToAll(self, rank)
-
-    def swap(self, rank: int, name: str, parts: list[Tensor]) -> list[Tensor]:
-        self._left[rank] = (name, parts)
-        self._barrier.wait()
-        names = {left_name for left_name, _ in self._left}
-        assert names == {name}, f"ranks came to different swaps: {sorted(names)}"
-        taken = [left_parts[rank] for _, left_parts in self._left]
-        self._barrier.wait()
-        return taken
+        return LogicalAllToAll(self._peers.of(rank), rank, self._ranks)
 
 
+@dataclass(frozen=True)
 class LogicalAllToAll:
-    def __init__(self, row: LogicalRow, rank: int) -> None:
-        self.sent: list[tuple[str, int]] = []  # name and bytes to other ranks of every swap
-        self._row, self._rank = row, rank
+    """As messages of `peers`, which has a log of them. members: sequence ranks, `rank` one of them."""
 
-    def swap(self, name: str, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        others = [part for rank, part in enumerate(parts) if rank != self._rank]
-        self.sent.append((name, sum(part.nbytes for part in others)))
-        received = self._row.swap(self._rank, name, [part.detach().clone() for part in parts])
-        got = [(tuple(one.shape), one.dtype) for one in received]
-        wanted = [(tuple(one.shape), one.dtype) for one in like]
-        assert got == wanted, f"{name}: wanted {wanted}, got {got}"
-        return received
+    peers: QueuePeers
+    rank: int
+    members: range
+
+    def start(self, name: str, parts: Sequence[Part], like: Sequence[Part]) -> "_InFlight":
+        for member, part in zip(self.members, parts, strict=True):
+            if member != self.rank:
+                self.peers.send_to(member, name, part)
+        own = tuple(one.detach().clone() for one in parts[self.members.index(self.rank)])
+        return _InFlight(self, name, own, tuple(like))
+
+
+@dataclass
+class _InFlight:
+    over: LogicalAllToAll
+    name: str
+    own: Part
+    like: tuple[Part, ...]
+    landed: bool = False
+
+    def land(self) -> list[Part]:
+        assert not self.landed, f"{self.name}: lands once"
+        self.landed = True
+        over = self.over
+        return [
+            self.own if member == over.rank else over.peers.receive_from(member, self.name, like)
+            for member, like in zip(over.members, self.like, strict=True)
+        ]
+
+
+def logical_node(
+    peers: QueuePeers, rank: int, size: int, spans: Sequence[tuple[int, int]], splits: NodeSplits = "operator"
+) -> Node:
+    """The node of a logical rank: what members swap is in the log of `peers` too."""
+    first = rank - rank % size
+    members = LogicalAllToAll(peers, rank, range(first, first + size))
+    return Node(peers, members, rank, size, tuple(spans), splits)

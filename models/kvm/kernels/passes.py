@@ -92,6 +92,10 @@ class TritonGradients:
         self._edge = edge - self.work.plan.start + self._before
 
     @property
+    def queries(self) -> Tensor:
+        return self.found.q
+
+    @property
     def tokens(self) -> tuple[Tokens, ...]:
         before, start = self._before, self.work.plan.start
         return tuple(Tokens(one[:, :before], one[:, before:], start) for one in _per_token(self.found))
@@ -107,6 +111,7 @@ class TritonGradients:
     def states(self, chain: SlotChain) -> SlotTensors:
         """Every group of heads reads before the first waits, as far as memory allows."""
         groups = [_HeadGroup(self, heads, len(chain.groups)) for heads in chain.groups]
+        chain.queries_done()
         boundaries = []
         for group in groups:
             boundary = group.finish(self.passes.rows(chain.receive(group.heads)))
@@ -165,6 +170,8 @@ class _HeadGroup:
         self._found = whole.found if groups == 1 else whole.of_heads(heads)
         self._steps = self._found.states(groups)
         next(self._steps)
+        if self._found is not self._whole:
+            self._whole.q[:, :, self._queries] = self._found.q
 
     def finish(self, later: SlotTensors) -> SlotTensors:
         """Given the gradient [rows, S, .] of the state after the call, that of the state before it."""
@@ -175,7 +182,6 @@ class _HeadGroup:
                 part.copy_(all_heads[:, :, heads])
         boundary = _last_step(self._steps, later)
         if found is not whole:
-            whole.q[:, :, self._queries] = found.q
             for part, all_heads in zip(_per_token(found), _per_token(whole), strict=True):
                 all_heads[:, :, heads] = part
             whole.norm += found.norm

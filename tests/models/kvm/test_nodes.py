@@ -1,5 +1,7 @@
 """Routing, or all of the operator, split by heads inside nodes of ranks gives the bits of one rank."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -7,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kvm.torch_passes import TorchPasses
 from parallel.config import NodeSplits, ParallelConfig
 from parallel.mesh import Mesh
+from parallel.sequence.all_to_all import Flight, GroupAllToAll, Part
 from parallel.sequence.context import HeadSplit
 from parallel.sequence.exchange import RankExchange
 from parallel.sequence.node import Node
 from parallel.world import World
 from tests.models.kvm.cases import PARAMETERS, Case, assert_close, gradients, random_case
+from tests.support.logical_all_to_all import logical_node
 from tests.support.logical_peers import LogicalPeers, QueuePeers
 from tests.support.logical_ranks import QueueExchange, run_logical_ranks
 from tests.support.ranks import Ranks
@@ -40,7 +45,7 @@ def run_nodes(
     mine = [peers.of(rank) for rank in range(len(lengths))]
 
     def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
-        split = HeadSplit(groups, Node(mine[rank], rank, size, spans, splits))
+        split = HeadSplit(groups, logical_node(mine[rank], rank, size, spans, splits))
         return one_shard(case, split, spans[rank], exchange)
 
     return run_logical_ranks(len(lengths), shard, timeout_seconds=20), mine
@@ -110,15 +115,103 @@ def test_a_member_sends_its_share_of_the_heads_to_each_other_member_and_to_the_n
         assert peer.sent == [(wanted[name][0], name, wanted[name][1]) for name in sent]
 
 
+class LoggedFlight:
+    def __init__(self, flight: Flight, name: str, log: list[str]) -> None:
+        self.flight, self.name, self.log = flight, name, log
+
+    def land(self) -> list[Part]:
+        self.log.append(f"land {self.name}")
+        return self.flight.land()
+
+
+class LoggedNode:
+    """Peers and swaps of a member, one log for both. Names without what all have."""
+
+    def __init__(self, node: Node) -> None:
+        self.log: list[str] = []
+        self.peers, self.members = node.peers, node.all_to_all
+        self.node = replace(node, peers=self, all_to_all=self)
+
+    def start(self, name: str, parts: Sequence[Part], like: Sequence[Part]) -> LoggedFlight:
+        name = name.removeprefix("kvm.node.")
+        self.log.append(f"start {name}")
+        return LoggedFlight(self.members.start(f"kvm.node.{name}", parts, like), name, self.log)
+
+    def send_to(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> None:
+        self.log.append(f"send {name.removeprefix('kvm.')}")
+        self.peers.send_to(rank, name, tensors)
+
+    def receive_from(self, rank: int, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.log.append(f"receive {name.removeprefix('kvm.')}")
+        return self.peers.receive_from(rank, name, like)
+
+
+STARTED = ["start gate", "start key", "start value", "start query", "land gate", "land key", "land value"]
+RETURNED = ["start value gradient", "start key gradient", "start gate gradient"]
+LANDED = [f"land {name} gradient" for name in ("query", "value", "key", "gate")]
+OUTPUTS = ["start outputs", "land outputs", "start outputs gradient", "land outputs gradient"]
+OF_FIRST_NODE = [
+    *STARTED,
+    *("send window", "send keys", "send values", "land query"),
+    *OUTPUTS,
+    "start query gradient",
+    *("receive window.gradient", "receive slots.gradient", "receive share"),
+    *RETURNED,
+    *LANDED,
+]
+OF_LAST_NODE = [
+    *STARTED,
+    *("receive window", "receive keys", "receive values", "land query"),
+    *OUTPUTS,
+    *("send window.gradient", "start query gradient", "send slots.gradient", "send share"),
+    *RETURNED,
+    *LANDED,
+]
+
+
+def test_swaps_are_on_their_way_while_a_member_computes() -> None:
+    """Queries travel while keys are routed and handed on, their gradients while those of the slots are."""
+    case, spans, peers = random_case(64, heads=2), spans_of([16] * 4), LogicalPeers(4, timeout_seconds=20)
+    nodes = [LoggedNode(logical_node(peers.of(rank), rank, 2, spans)) for rank in range(4)]
+
+    def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
+        return one_shard(case, HeadSplit(1, nodes[rank].node), spans[rank], exchange)
+
+    assert_bitwise_equal_to_one_rank(case, run_logical_ranks(4, shard, timeout_seconds=20))
+    assert [one.log for one in nodes] == [OF_FIRST_NODE] * 2 + [OF_LAST_NODE] * 2
+
+
+def test_the_only_node_routes_while_queries_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, spans, peers = random_case(48, heads=2), spans_of([32, 16]), LogicalPeers(2, timeout_seconds=20)
+    nodes = [LoggedNode(logical_node(peers.of(rank), rank, 2, spans)) for rank in range(2)]
+    route = TorchPasses.route
+
+    def logged(passes: TorchPasses, heads: slice, keys: Tensor) -> Any:
+        owner = next(one for one in nodes if getattr(passes.call.arrivals, "node", None) is one.node)
+        owner.log.append("route")
+        return route(passes, heads, keys)
+
+    monkeypatch.setattr(TorchPasses, "route", logged)
+
+    def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
+        return one_shard(case, HeadSplit(1, nodes[rank].node), spans[rank], exchange)
+
+    parts = run_logical_ranks(2, shard, timeout_seconds=20)
+    wanted = [*STARTED, "route", "land query", *OUTPUTS, "start query gradient", *RETURNED, *LANDED]
+    assert [one.log for one in nodes] == [wanted] * 2
+    monkeypatch.undo()
+    assert_bitwise_equal_to_one_rank(case, parts)
+
+
 def test_what_does_not_fit_a_node_is_refused() -> None:
     peers = LogicalPeers(4).of(0)
     with pytest.raises(ValueError, match=r"head_parallel=3: does not divide parallel\.sequence=4"):
-        Node(peers, 0, 3, spans_of([16] * 4))
+        logical_node(peers, 0, 3, spans_of([16] * 4))
     case = random_case(64)
     for splits in ("operator", "routing"):
         with pytest.raises(ValueError, match=r"holds \((0, 12|12, 32)\)"):
             run_nodes_of_other_spans(case, splits)
-    node = Node(peers, 0, 2, spans_of([16] * 4))
+    node = logical_node(peers, 0, 2, spans_of([16] * 4))
     with pytest.raises(ValueError, match="split the operator by heads keep no state"):
         case.call(case.leaves(0, 16), head_split=HeadSplit(1, node), return_state=True)
 
@@ -127,16 +220,16 @@ def run_nodes_of_other_spans(case: Case, splits: NodeSplits) -> None:
     peers = LogicalPeers(2, timeout_seconds=20)
 
     def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
-        split = HeadSplit(1, Node(peers.of(rank), rank, 2, spans_of([12, 20]), splits))
+        split = HeadSplit(1, logical_node(peers.of(rank), rank, 2, spans_of([12, 20]), splits))
         return one_shard(case, split, spans_of([16, 16])[rank], exchange)
 
     run_logical_ranks(2, shard, timeout_seconds=20)
 
 
 def node_step(world: World, case: Case, lengths: list[int], splits: NodeSplits) -> dict[str, Tensor]:
-    mesh = Mesh.build(world, ParallelConfig(sequence=4, timeout_seconds=30))
+    mesh = Mesh.build(world, ParallelConfig(sequence=4, head_parallel=2, timeout_seconds=30))
     exchange, spans = RankExchange(mesh), spans_of(lengths)
-    split = HeadSplit(2, Node(exchange, mesh.sequence_rank, 2, spans, splits))
+    split = HeadSplit(2, Node(exchange, GroupAllToAll(mesh, mesh.node), mesh.sequence_rank, 2, spans, splits))
     for _ in range(3):
         found = one_shard(case, split, spans[mesh.sequence_rank], exchange)
     exchange.drain()

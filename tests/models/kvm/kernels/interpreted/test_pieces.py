@@ -1,6 +1,6 @@
 """A sequence in pieces: by calls, by tokens, and by ranks."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from models.kvm import KVMState
+from parallel.config import NodeSplits
 from parallel.sequence.context import HeadSplit
-from parallel.sequence.node import Node
 from tests.models.kvm.cases import (
     PARAMETERS,
     PER_TOKEN,
@@ -19,6 +19,7 @@ from tests.models.kvm.cases import (
     random_case,
     state_tensors,
 )
+from tests.support.logical_all_to_all import logical_node
 from tests.support.logical_peers import LogicalPeers
 from tests.support.logical_ranks import QueueExchange, run_logical_ranks
 
@@ -94,19 +95,27 @@ def test_shards_give_the_bits_of_one_rank(lengths: list[int], window_chunks: int
             assert torch.equal(torch.cat(pieces, dim=1), tensor), name
 
 
-def test_ranks_that_route_by_heads_give_the_bits_of_one_rank() -> None:
-    case = random_case(14, heads=2)
+@pytest.mark.parametrize(
+    ("lengths", "size", "groups", "splits"),
+    [([8, 6], 2, 2, "routing"), ([8, 6], 2, 1, "operator"), ([4, 8, 4, 6], 2, 2, "operator")],
+)
+def test_ranks_that_split_heads_give_the_bits_of_one_rank(
+    lengths: list[int], size: int, groups: int, splits: NodeSplits
+) -> None:
+    """groups: of a member's heads."""
+    case = random_case(sum(lengths), heads=2 * groups if splits == "operator" else 2)
     one = case.run("triton")
-    spans, peers = ((0, 8), (8, 14)), LogicalPeers(2, timeout_seconds=120)
+    spans, peers = tuple(pairwise(accumulate(lengths, initial=0))), LogicalPeers(len(lengths), 120)
 
     def shard(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
         start, stop = spans[rank]
-        leaves, split = case.leaves(start, stop), HeadSplit(2, Node(peers.of(rank), rank, 2, spans))
+        leaves = case.leaves(start, stop)
+        split = HeadSplit(groups, logical_node(peers.of(rank), rank, size, spans, splits))
         output, _ = case.call(leaves, exchange=exchange, start=start, backend="triton", head_split=split)
         output.backward(case.grad_output[:, start:stop])
         return {"output": output.detach(), **gradients(leaves)}
 
-    parts = run_logical_ranks(2, shard, timeout_seconds=120)
+    parts = run_logical_ranks(len(lengths), shard, timeout_seconds=120)
     for name, tensor in {"output": one.output, **one.gradients}.items():
         if name not in PARAMETERS:
             assert torch.equal(torch.cat([part[name] for part in parts], dim=1), tensor), name
