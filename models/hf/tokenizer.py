@@ -21,7 +21,7 @@ def load_tokenizer(name_or_folder: str) -> Any:
     except Exception as error:  # of every kind: files that others wrote, read by code of others
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         if missing is not None:
-            reason = f"no such folder, nothing in the Hub's cache, and {missing}"
+            reason = f"no such folder, nothing that loads in the Hub's cache, and {missing}"
         raise ValueError(
             f"tokenizer {name_or_folder!r} could not be loaded: {reason}; give a folder that holds a "
             "tokenizer.json, or a name on the Hugging Face Hub"
@@ -31,7 +31,12 @@ def load_tokenizer(name_or_folder: str) -> Any:
 def _why_not_on_the_hub(name: str) -> str | None:
     """None if it is there, or if the Hub answers otherwise: what it says to a download tells more."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         HfApi().model_info(name, timeout=HUB_SECONDS)
@@ -39,10 +44,10 @@ def _why_not_on_the_hub(name: str) -> str | None:
         return "HF_HUB_OFFLINE forbids to ask the Hub"
     except RepositoryNotFoundError:
         return f"{constants.ENDPOINT} has no such name, or not without the right HF_TOKEN"
-    except HfHubHTTPError:
-        return None
-    except ValueError as error:
+    except HFValidationError as error:
         return f"no name on the Hub ({error})"
+    except (HfHubHTTPError, ValueError):
+        return None
     except Exception as error:  # of the HTTP library, which changes from version to version
         return f"{constants.ENDPOINT} cannot be reached ({error})"
     return None
