@@ -30,6 +30,9 @@ def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_p
 
     with Shown() as shown:
         results = measured(setting, shown.update)
+    if json_path is not None:  # first: a reader of the tables may have enough before their end
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
     console = table_console()
     for table in (_training(results), _once(results), _goals(results)):
         if table.row_count:
@@ -37,8 +40,6 @@ def bench_kvm(device: str, lengths: list[int], quick: bool, threads: int, json_p
     if json_path is not None:
         from kvm_dist.plots.bench import time_against_length
 
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
         print(f"{json_path}\n{time_against_length(results, json_path.with_suffix('.png'))}")
 
 

@@ -1,6 +1,5 @@
 """The command line: a table of contents. Bodies import what they need, so that `--help` stays instant."""
 
-import io
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from launch.convert_cli import export, import_folder
 from launch.ending import exit_code_of, leave
 from launch.evaluate_cli import evaluate
 from launch.miniature_cli import miniature
+from launch.streams import guard_streams
 
 app = typer.Typer(
     name="kvm-dist",
@@ -256,11 +256,7 @@ def plot(run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN"
 
 def main() -> None:
     """Entry point of `kvm-dist`: documented exit codes, messages on stderr."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as some daemons start their programs
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # of an encoding without some letter: a sign in its place
-        sys.stdout.reconfigure(errors="replace")
+    guard_streams()
     leave(exit_code_of(app))
 
 

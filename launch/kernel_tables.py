@@ -28,10 +28,7 @@ def print_compile_report(
 
     quick: only the published shape. report: is told what was done, and the share that is done.
     """
-    console = table_console()
     floors = {name: roofline(budget, ROOFLINE_TOKENS) for name, budget in BUDGETS.items()}
-    for name, rows in floors.items():
-        console.print(_roofline(name, rows))
     classes, ended = shape_classes(every=not quick), 0
 
     def finished(one: ShapeClass) -> None:
@@ -40,14 +37,18 @@ def print_compile_report(
         report(str(one), ended / len(classes))
 
     compiled = compile_report(classes, workers, finished)
-    console.print(_compiled(compiled))
-    if json_path is not None:
+    if json_path is not None:  # first: a reader of the tables may have enough before their end
         found = {
             "compiled": [row.as_dict() for row in compiled],
             "roofline": {name: [asdict(row) for row in rows] for name, rows in floors.items()},
         }
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    console = table_console()
+    for name, rows in floors.items():
+        console.print(_roofline(name, rows))
+    console.print(_compiled(compiled))
+    if json_path is not None:
         print(json_path)
 
 

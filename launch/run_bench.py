@@ -80,12 +80,14 @@ def _alone(config: RunConfig) -> Iterator[World]:
 def _tell(
     tables: Sequence[Group], results: dict[str, Any], found: dict[str, Any], json_path: Path | None
 ) -> None:
+    """The file first: a reader of the tables may have enough before their end."""
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({"machine": found, **results}, indent=1) + "\n", encoding="utf-8")
     console = table_console()
     for table in tables:
         console.print(table)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"machine": found, **results}, indent=1) + "\n", encoding="utf-8")
         print(json_path)
 
 

@@ -64,12 +64,15 @@ def bench_scaling(quick: bool, model_only: bool, tokens: int | None, json_path: 
         shown.update("done", 1.0)
     found["load_average_end"] = os.getloadavg()[0]
     results = Results(measured, modelled, varied, found)
+    if json_path is not None:  # first: a reader of the tables may have enough before their end
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
     console = table_console()
     for table in tables(results):
         console.print(table)
     console.print(MODELLED_NOTE)
     if json_path is not None:
-        _write(results, json_path)
+        _draw(results, json_path)
 
 
 class _Counted:
@@ -95,11 +98,9 @@ def _setting(quick: bool, tokens: int | None) -> Setting:
     return setting
 
 
-def _write(results: Results, json_path: Path) -> None:
+def _draw(results: Results, json_path: Path) -> None:
     from kvm_dist.plots.scaling import efficiency_against_ranks, measured_step, turns, wavefront
 
-    json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
     print(json_path)
     print(efficiency_against_ranks(results.modelled, json_path.with_suffix(".png")))
     print(wavefront(json_path.with_name(f"{json_path.stem}-wavefront.png")))

@@ -53,6 +53,19 @@ def test_the_bench_of_data_prints_its_table_and_writes_its_numbers(
     assert written["machine"]["cpus"] >= 1
 
 
+def test_numbers_are_written_though_nobody_reads_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody_reads(*_: object) -> None:
+        raise SystemExit(141)
+
+    monkeypatch.setattr("rich.console.Console.print", nobody_reads)
+    source, path = str(write_folder(tmp_path / "text")), tmp_path / "data.json"
+    with pytest.raises(SystemExit):
+        run_bench.bench_data(source, "bytes", 64, 2, path)
+    assert json.loads(path.read_text())["tokens"]
+
+
 def test_a_length_that_a_model_cannot_have_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("train: {batch_sequences: 3}\n")
     with pytest.raises(ConfigError, match="not divisible"):
