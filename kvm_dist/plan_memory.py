@@ -70,10 +70,10 @@ def rank_memory(
 
 
 def _states(config: RunConfig, shards: SequenceShards, sent: Traffic, rank: int) -> int:
-    """Of one sequence; what was sent is kept until the step ends, and so adds up over its micro-batches."""
+    """Of one sequence; what was sent is kept until the next micro-batch ends."""
     model = config.model
     at_work = 2 * 4 * max(_state_numbers(config, shards, kind, rank) for kind in set(model.layer_kinds))
-    return at_work + sent.received[rank] + config.train.accumulation * sent.sent[rank]
+    return at_work + sent.received[rank] + min(config.train.accumulation, 2) * sent.sent[rank]
 
 
 def _state_numbers(config: RunConfig, shards: SequenceShards, kind: str, rank: int) -> int:

@@ -32,7 +32,7 @@ class Traffic:
     over_edges: by (layer, phase, number of the shard before the edge); ranks of a node that hand over as one
     count together, at the node's end. swapped: by (layer, rank), to others of the node or, where ranks take
     turns with the heads of full attention, to all. sent: by rank, of messages whose copies are kept until the
-    step ends. received: by rank, states kept for the backward.
+    next micro-batch ends; swaps keep none. received: by rank, states kept for the backward.
     """
 
     over_edges: Counter[tuple[int, Phase, int]] = field(default_factory=Counter)
@@ -46,10 +46,10 @@ def traffic(config: RunConfig, spans: Spans) -> Traffic:
     counted = Traffic()
     for source, to, edge, message in _messages(config, spans):
         size = message.size(element_bytes(config.parallel))
-        counted.sent[source] += size
         if edge is None:
             counted.swapped[message.layer, source] += size
         else:
+            counted.sent[source] += size
             counted.over_edges[message.layer, message.phase, edge] += size
         if message.phase == "forward" and (edge is not None or message.name.endswith(_ROUTES)):
             counted.received[to] += size

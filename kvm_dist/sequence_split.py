@@ -86,8 +86,18 @@ class SequenceSplit:
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has waited for messages of other ranks so far."""
-        return sum((way.exchange.waited_seconds for way in self._ways), 0.0)
+        """How long this rank has waited for other ranks so far."""
+        return sum((one.waited_seconds for way in self._ways for one in way.transports), 0.0)
+
+    @property
+    def bytes_kept(self) -> int:
+        """In buffers of messages that may be on their way."""
+        return sum(way.exchange.bytes_kept for way in self._ways)
+
+    def release(self) -> None:
+        """After a micro-batch: wait until every message of those before it has left."""
+        for way in self._ways:
+            way.exchange.release()
 
     def drain(self) -> None:
         """Wait until every message that this rank sent has left."""
@@ -119,7 +129,12 @@ class _Way:
     start: int
     exchange: RankExchange
     all_to_all: GroupAllToAll
+    members: GroupAllToAll | None  # of the node
     head_split: HeadSplit
+
+    @property
+    def transports(self) -> tuple[RankExchange | GroupAllToAll, ...]:
+        return (self.exchange, self.all_to_all, *(() if self.members is None else (self.members,)))
 
     @classmethod
     def along(
@@ -131,7 +146,7 @@ class _Way:
         node_splits: NodeSplits,
     ) -> "_Way":
         exchange = RankExchange(mesh)
-        head_split = HeadSplit(head_groups)
+        head_split, members = HeadSplit(head_groups), None
         if head_parallel > 1:
             members = GroupAllToAll(mesh, mesh.node)
             node = Node(exchange, members, mesh.sequence_rank, head_parallel, tuple(spans), node_splits)
@@ -139,4 +154,5 @@ class _Way:
             # longer than nodes.
             groups = max(head_groups, head_parallel) if node_splits == "routing" else head_groups
             head_split = HeadSplit(groups, node)
-        return cls(mesh, spans[mesh.sequence_rank][0], exchange, GroupAllToAll(mesh, mesh.row), head_split)
+        row = GroupAllToAll(mesh, mesh.row)
+        return cls(mesh, spans[mesh.sequence_rank][0], exchange, row, members, head_split)

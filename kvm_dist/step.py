@@ -149,6 +149,7 @@ class TrainStep:
                     loss_sum = loss_sum * math.nan
             self.beat("backward")
             self.engine.backward(loss_sum / tokens)
+            self.split.release()
         self.beat("reduce")
         shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
         with self._host.waiting():

@@ -46,6 +46,7 @@ def validate(
         valid = (local_labels != IGNORED_LABEL).double()
         totals[0].index_add_(0, block_of, losses.double().sum(0))
         totals[1].index_add_(0, block_of, valid.sum(0))
+        split.release()
     split.drain()
     totals = collectives.sum(totals).cpu()
     losses_by_block, tokens_by_block = totals.tolist()

@@ -1,5 +1,6 @@
 """Every rank of a group gives each of them a part, itself included, while it goes on computing."""
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class GroupAllToAll:
         self._mesh, self._group = mesh, group
         self._own = dist.get_rank(group)
         self.bytes_sent = 0
+        self.waited_seconds = 0.0  # for the parts of others, on the host
 
     def start(self, name: str, parts: Sequence[Part], like: Sequence[Part]) -> "_InFlight":
         parts, like = self._along_the_group(parts), self._along_the_group(like)
@@ -66,8 +68,10 @@ class GroupAllToAll:
         return _InFlight(self, name, work, sent, list(self._along_the_group(arriving)))
 
     def wait(self, name: str, work: dist.Work) -> None:
+        begun = time.monotonic()
         with self._naming_problems(name):
             work.wait(timedelta(seconds=self._mesh.timeout_seconds))
+        self.waited_seconds += time.monotonic() - begun
 
     def _naming_problems(self, name: str) -> AbstractContextManager[None]:
         return naming_problems(self._mesh, f"not all ranks came to {name!r}", f"{name!r} failed")

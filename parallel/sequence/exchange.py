@@ -50,6 +50,7 @@ class RankExchange:
         self.checked_messages = checked_messages
         self._counted: Counter[tuple[str, int, bool]] = Counter()
         self._sent: list[_Sent] = []
+        self._sent_before: list[_Sent] = []  # the last `release`
         self.has_previous = mesh.previous_rank is not None
         self.has_next = mesh.next_rank is not None
         self.bytes_sent = 0
@@ -78,9 +79,26 @@ class RankExchange:
         group, direction = (self._forward, "forward") if forward else (self._backward, "backward")
         return self._receive(name, like, self._mesh.global_rank(rank), group, direction)
 
+    @property
+    def bytes_kept(self) -> int:
+        """In buffers of messages that may be on their way."""
+        return sum(buffer.nbytes for one in (*self._sent_before, *self._sent) for buffer in one.buffers)
+
+    def release(self) -> None:
+        """Wait until every message sent before the last call has left; frees their buffers.
+
+        Call it after each micro-batch: those of the one before were taken by then, unless another rank is
+        that far behind.
+        """
+        sent, self._sent_before, self._sent = self._sent_before, self._sent, []
+        self._wait_for(sent)
+
     def drain(self) -> None:
         """Wait until every message has left; frees the buffers. Call it at the end of a step."""
-        sent, self._sent = self._sent, []
+        sent, self._sent_before, self._sent = [*self._sent_before, *self._sent], [], []
+        self._wait_for(sent)
+
+    def _wait_for(self, sent: list[_Sent]) -> None:
         for message in sent:
             for work in message.works:
                 self._wait(work, _not_taken(message.name, message.to))

@@ -137,6 +137,26 @@ def _record(split: SequenceSplit, mesh: Mesh) -> list[RecordedExchange]:
     return recorded
 
 
+def kept_bytes(world: World, layout: Layout) -> tuple[list[int], list[int]]:
+    """In copies of what was sent, as each micro-batch of a step ends, and each batch of a validation."""
+    model, mesh, engine, split, config = _parts(world, layout)
+    kept: list[int] = []
+    release = split.release
+
+    def counted() -> None:
+        kept.append(split.bytes_kept)
+        release()
+
+    split.release = counted  # type: ignore[method-assign]
+    inputs, labels = tiny_batch(layout.tokens, layout.sequences)
+    batches = _micro_batches(inputs, labels, layout, mesh.data_rank)
+    TrainStep(config, engine, parameter_groups(model), split)(batches, 0, stop_requested=False)
+    of_step, kept[:] = kept[:], []
+    validate(model, batches, split)
+    assert split.bytes_kept == 0
+    return of_step, kept
+
+
 def both_ways(world: World, layout: Layout) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """This rank's logits and own gradients of the same sequences, laid over the ranks from either end."""
     found = []
@@ -160,7 +180,12 @@ def mixed_up(world: World, layout: Layout) -> None:
 
 
 def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
-    parallel = ParallelConfig(data=layout.data, sequence=layout.sequence, zero_stage=layout.zero_stage)
+    parallel = ParallelConfig(
+        data=layout.data,
+        sequence=layout.sequence,
+        head_parallel=layout.head_parallel,
+        zero_stage=layout.zero_stage,
+    )
     changes: dict[str, Any] = {
         "activation_checkpointing": layout.activation_checkpointing,
         "vocab_size": layout.vocab_size,

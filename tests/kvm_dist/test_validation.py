@@ -35,6 +35,7 @@ def whole_sequences() -> SequenceSplit:
         inputs=lambda tokens: tokens,
         labels=lambda labels: labels,
         context=WholeSequence,
+        release=lambda: None,
         drain=lambda: None,
     )
     return cast(SequenceSplit, cast(Any, split))

@@ -41,7 +41,7 @@ def test_rows_and_nodes_have_groups_of_their_own(
 
 
 class Rendezvous:
-    """A library in which whoever sends waits until the other takes, as NCCL does at a pair's first message."""
+    """A library in which a sender waits for its taker, as in NCCL at the first message of a pair."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,7 +1,7 @@
 """`AllToAll` between the logical ranks of one process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.config import NodeSplits
 from parallel.sequence.all_to_all import Part
@@ -21,16 +21,23 @@ class LogicalRow:
 
 @dataclass(frozen=True)
 class LogicalAllToAll:
-    """As messages of `peers`, which has a log of them. members: sequence ranks, `rank` one of them."""
+    """As messages of `peers`, which has a log of them. members: sequence ranks, `rank` one of them.
+
+    sent: name and bytes to other ranks of every swap.
+    """
 
     peers: QueuePeers
     rank: int
     members: range
+    sent: list[tuple[str, int]] = field(default_factory=list)
 
     def start(self, name: str, parts: Sequence[Part], like: Sequence[Part]) -> "_InFlight":
-        for member, part in zip(self.members, parts, strict=True):
-            if member != self.rank:
-                self.peers.send_to(member, name, part)
+        others = [
+            (member, part) for member, part in zip(self.members, parts, strict=True) if member != self.rank
+        ]
+        self.sent.append((name, sum(one.nbytes for _, part in others for one in part)))
+        for member, part in others:
+            self.peers.send_to(member, name, part)
         own = tuple(one.detach().clone() for one in parts[self.members.index(self.rank)])
         return _InFlight(self, name, own, tuple(like))
 

@@ -52,7 +52,7 @@ def on_shards(
         context = RankedSequence(mesh, spans[rank][0], exchange, spans, swap)
         found = attended(context, [z[:, slice(*spans[rank])] for z in given], attention)
         sent = sum(size for direction, _, size in exchange.sent if direction == "next")
-        return found, sent + sum(size for _, name, size in swap.peers.sent if "gradient" not in name)
+        return found, sent + sum(size for name, size in swap.sent if "gradient" not in name)
 
     results = run_logical_ranks(len(lengths), one)
     return [result[0] for result in results], [result[1] for result in results]
