@@ -72,6 +72,9 @@ class MissingTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         raise self._error()
 
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        raise self._error()
+
     def _error(self) -> ConfigError:
         return ConfigError(
             f"{self.folder} has no tokenizer, so it reads no text; import it again with --tokenizer, or give "
@@ -98,6 +101,9 @@ class LargerTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._whole.decode(ids)
+
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        return self._whole.text_bytes(ids, begins)
 
 
 class _Masters:

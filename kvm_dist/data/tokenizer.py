@@ -4,11 +4,14 @@ import ast
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvm_dist.exit_codes import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from models.hf.token_bytes import TokenBytes
 
 
 class Tokenizer(Protocol):
@@ -28,6 +31,14 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; incomplete UTF-8 becomes U+FFFD."""
+        ...
+
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        """Bytes in UTF-8 of ids [tokens] of one text; begins: whether the first of them begins it.
+
+        A part of a character counts its bytes: the parts of a text, however it is cut, have those of the
+        text together.
+        """
         ...
 
 
@@ -52,6 +63,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         # A model may have more ids than bytes: 255 is in no UTF-8 text.
         return bytes(min(int(i), 255) for i in ids).decode("utf-8", "replace")
+
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        return int(ids.size)
 
 
 class RWKVWorldTokenizer:
@@ -78,6 +92,10 @@ class RWKVWorldTokenizer:
         table = self._bytes_of_id or self._read_vocabulary()
         return b"".join(table.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        table = self._bytes_of_id or self._read_vocabulary()
+        return sum(len(table.get(i, b"")) for i in ids.tolist())
+
     def _read_vocabulary(self) -> dict[int, bytes]:
         for line in self.vocabulary_file.read_text(encoding="utf-8").splitlines():
             number, rest = line.split(" ", 1)
@@ -102,6 +120,7 @@ class HuggingFaceTokenizer:
                 '"eos_token" in its tokenizer_config.json'
             )
         self.name = name
+        self._bytes: TokenBytes | None = None
         self.vocab_size = len(self._tokenizer)
         self.separator_id = int(self._tokenizer.eos_token_id)
         self.fingerprint = hashlib.sha256(self._definition().encode()).hexdigest()
@@ -119,6 +138,13 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
+
+    def text_bytes(self, ids: np.ndarray, begins: bool) -> int:
+        from models.hf.token_bytes import TokenBytes
+
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._tokenizer)
+        return self._bytes.of(ids.tolist(), begins)
 
     def save(self, folder: Path) -> None:
         """Write the files from which this tokenizer loads again."""

@@ -88,12 +88,14 @@ class LongDocuments:
         return islice(split_documents(self._index, "validation", self._minimum), self._limit)
 
 
-def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
-    """Bytes of the text of ids [tokens] in UTF-8, separators left out."""
-    ids = ids[ids != tokenizer.separator_id]
-    if tokenizer.name == "bytes":
-        return int(ids.size)
-    return len(tokenizer.decode(ids.tolist()).encode())
+def row_bytes(tokenizer: Tokenizer, before: int, ids: np.ndarray) -> int:
+    """Bytes in UTF-8 of the texts in ids [tokens] of packed data, separators left out, behind token `before`.
+
+    Rows are cut without regard to characters; together they have the bytes of the texts all the same.
+    """
+    first, *others = np.split(ids, np.flatnonzero(ids == tokenizer.separator_id))
+    begun = tokenizer.text_bytes(first, begins=before == tokenizer.separator_id)
+    return begun + sum(tokenizer.text_bytes(part[1:], begins=True) for part in others)
 
 
 def after_separator(ids: np.ndarray, tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:

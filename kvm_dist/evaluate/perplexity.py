@@ -2,9 +2,8 @@
 
 import math
 
-import numpy as np
-
-from kvm_dist.evaluate.documents import PackedSequences, held_out_data, text_bytes
+from kvm_dist.data.loader import MicroBatch
+from kvm_dist.evaluate.documents import PackedSequences, held_out_data, row_bytes
 from kvm_dist.evaluate.reading import next_token_losses, rows_at_once
 from kvm_dist.evaluate.tasks import Options, Outcome, Watch
 from kvm_dist.pretrained import Pretrained
@@ -27,7 +26,7 @@ def evaluate(opened: Pretrained, options: Options, watch: Watch) -> Outcome:
         nats += float(next_token_losses(opened.model, batch.inputs, batch.labels).double().sum())
         scored = batch.labels[batch.labels != IGNORED_LABEL].numpy()
         tokens += scored.size
-        size += sum(_row_bytes(opened, labels) for labels in batch.labels.numpy())
+        size += _bytes(opened, batch)
         done += batch.inputs.numel()
         watch(done, packed.sequences * context)
     loss = nats / tokens
@@ -51,5 +50,7 @@ def evaluate(opened: Pretrained, options: Options, watch: Watch) -> Outcome:
     )
 
 
-def _row_bytes(opened: Pretrained, labels: np.ndarray) -> int:
-    return text_bytes(opened.tokenizer, labels[labels != IGNORED_LABEL])
+def _bytes(opened: Pretrained, batch: MicroBatch) -> int:
+    """Of the texts that the labels of a batch are."""
+    rows = zip(batch.inputs[:, 0].tolist(), batch.labels.numpy(), strict=True)
+    return sum(row_bytes(opened.tokenizer, before, ids[ids != IGNORED_LABEL]) for before, ids in rows)

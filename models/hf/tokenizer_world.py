@@ -93,9 +93,10 @@ class KVMDistWorldTokenizer(PreTrainedTokenizer):
         return self._token_of.get(index, _SEPARATOR)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return b"".join(map(self._bytes_of, tokens)).decode("utf-8", "replace")
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
-    def _bytes_of(self, token: str) -> bytes:
+    def bytes_of(self, token: str) -> bytes:
+        """What `token` stands for; none for the separator and ids without an entry."""
         if token in self._empty_of:
             return b""
         added = self._added_tokens_encoder.get(token, 0) >= _IDS

@@ -12,7 +12,7 @@ from kvm_dist.data.shards import split_documents
 from kvm_dist.data.tokenizer import ByteTokenizer, RWKVWorldTokenizer
 from kvm_dist.data.validation import ValidationBatches
 from kvm_dist.evaluate import perplexity, position_loss
-from kvm_dist.evaluate.documents import LongDocuments, held_out_data, text_bytes, texts
+from kvm_dist.evaluate.documents import LongDocuments, held_out_data, row_bytes, texts
 from kvm_dist.evaluate.position_loss import block_means, summary
 from kvm_dist.evaluate.tasks import Options
 from kvm_dist.exit_codes import ConfigError, DataError
@@ -122,9 +122,9 @@ def test_missing_data_and_contexts_without_enough_of_it_are_errors_of_the_data(t
 
 
 def test_bytes_are_counted_of_text_alone(world: RWKVWorldTokenizer) -> None:
-    assert text_bytes(ByteTokenizer(), np.frombuffer("né\0à\xff".encode("latin-1"), np.uint8)) == 4
+    assert row_bytes(ByteTokenizer(), 0, np.frombuffer("né\0à\xff".encode("latin-1"), np.uint8)) == 4
     ids = np.concatenate([world.encode("déjà vu"), np.array([world.separator_id], np.uint16)])
-    assert text_bytes(world, ids) == len("déjà vu".encode())
+    assert row_bytes(world, 0, ids) == len("déjà vu".encode())
 
 
 def test_text_comes_from_the_source_then_the_data_then_the_standard_library(tiny_run: TinyRun) -> None:
