@@ -14,11 +14,15 @@ from kvm_dist.bench.scaling.clock import ClockedExchange, TurnExchange, Wires
 from kvm_dist.bench.scaling.cluster import ASSUMED, CLUSTERS, Cluster, variations
 from kvm_dist.bench.scaling.extrapolate import (
     BY_HEADS,
+    BY_HEADS_GROUPED,
     HEADLINES,
     IN_TURNS,
+    LENGTHS,
     METHODS,
     ONE,
+    RANKS,
     SEQUENCES,
+    VARIED,
     WAVE,
     _rows,
     by_seconds,
@@ -289,7 +293,7 @@ def test_one_of_each_node_stands_for_all() -> None:
     model = language_model("kvm").model_copy(update={"num_layers": 2})
     cluster = replace(H200, node_ranks=2)
     programs = kvm_by_heads(cluster, model, by_seconds(cluster, model, 16_384, 3))
-    few = replay(one_of_each_node(programs, 2), replace(cluster, node_ranks=1))
+    few = replay(one_of_each_node(programs[::2], 2), replace(cluster, node_ranks=1))
     assert [end for end in few.ends for _ in range(2)] == replay(programs, cluster).ends
 
 
@@ -301,6 +305,23 @@ def test_headlines_run_and_react_to_their_constants() -> None:
     slow, fast = (found["H200", ASSUMED["float32_flops"], factor] for factor in (0.5, 2.0))
     assert slow < fast
     assert method(one.method).timeline(H200, one.tokens, one.ranks) is not None
+
+
+def test_headlines_are_cells_of_the_table_and_some_of_them_are_varied() -> None:
+    assert len({one.label for one in HEADLINES}) == len(HEADLINES)
+    for one in HEADLINES:
+        assert one.tokens in LENGTHS
+        assert one.ranks in RANKS
+        assert one.tokens <= SEQUENCES[one.sequences]
+        assert one.accumulation in method(one.method).accumulations
+    assert [(one.method, one.tokens, one.sequences, one.accumulation) for one in VARIED] == [
+        (WAVE, 32_768, 8, ONE),
+        (WAVE, 32_768, 8, IN_TURNS),
+        (BY_HEADS, 32_768, 8, ONE),
+        (BY_HEADS, 131_072, 8, ONE),
+        (BY_HEADS, 131_072, 8, IN_TURNS),
+        (BY_HEADS_GROUPED, 131_072, 16, IN_TURNS),
+    ]
 
 
 def test_a_sequence_of_many_costs_its_share_of_a_batch_of_heads() -> None:

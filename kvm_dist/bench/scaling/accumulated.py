@@ -1,9 +1,9 @@
 """Programs of a step of several micro-batches, all in one direction along the ranks or in turns. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work
+from kvm_dist.bench.scaling.program import Begin, End, Program, Receive, Send, Step, Work
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,20 @@ def _mirrored(step: Step, last: int) -> Step:
     if isinstance(step, Work):
         return step
     if isinstance(step, Send):
-        return replace(step, to=last - step.to)
+        return Send(last - step.to, step.name, step.bytes)
     if isinstance(step, Receive):
-        return replace(step, source=last - step.source)
-    return replace(step, members=tuple(sorted(last - member for member in step.members)))
+        return Receive(last - step.source, step.name)
+    members = tuple(sorted(last - member for member in step.members))
+    return Begin(step.name, step.seconds, members) if isinstance(step, Begin) else End(step.name, members)
 
 
 def _of_micro_batch(step: Step, number: int) -> Step:
     """Messages and collectives name theirs: the replay refuses one that comes to another."""
     if isinstance(step, Work):
         return step
-    return replace(step, name=f"{step.name} of micro-batch {number}")
+    name = f"{step.name} of micro-batch {number}"
+    if isinstance(step, Send):
+        return Send(step.to, name, step.bytes)
+    if isinstance(step, Receive):
+        return Receive(step.source, name)
+    return Begin(name, step.seconds, step.members) if isinstance(step, Begin) else End(name, step.members)

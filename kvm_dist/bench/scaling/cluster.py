@@ -35,9 +35,12 @@ class Cluster:
             return self.node_bytes, self.node_latency
         return self.network_bytes, self.network_latency
 
-    def sender_seconds(self, source: int, to: int, size: int) -> float:
-        """Packing: read and written once."""
+    def copy_seconds(self, size: float) -> float:
+        """Of packing or unpacking: read and written once."""
         return 2 * size / self.memory_bytes
+
+    def sender_seconds(self, source: int, to: int, size: int) -> float:
+        return self.copy_seconds(size)  # packing
 
     receiver_seconds = sender_seconds  # unpacking
 

@@ -7,7 +7,7 @@ method's step on one rank of unbounded memory, over ranks times the step of all.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated
@@ -17,6 +17,7 @@ from kvm_dist.bench.scaling.program import Program
 from kvm_dist.bench.scaling.relays import kvm_relay, rwkv7_relay
 from kvm_dist.bench.scaling.replay import Timeline, replay
 from kvm_dist.bench.scaling.two_level import kvm_by_heads, kvm_by_routes, one_of_each_node
+from kvm_dist.bench.scaling.uncollected import uncollected
 from kvm_dist.bench.scaling.work import block_seconds
 from models.budget import Budget, FixedBudget, PowerLawBudget
 from models.config import ModelConfig
@@ -25,9 +26,10 @@ from parallel.sequence.shard import balanced_shards, equal_shards
 
 LENGTHS, RANKS = (32_768, 131_072, 1_048_576), (8, 16, 64)
 # Sequences of a micro-batch -> its longest; eight of the longest are more tokens than anybody puts in one.
-SEQUENCES = {1: 1_048_576, 8: 131_072}
+SEQUENCES = {1: 1_048_576, 8: 131_072, 16: 131_072}
 FIXED, POWER = FixedBudget(), PowerLawBudget()
-HEAD_GROUPS = 4
+HEAD_GROUPS = 4  # of all heads
+MEMBER_GROUPS = 2  # of the heads of a member of a node
 ONE, IN_TURNS = Accumulation(), Accumulation(8, alternate=True)
 Spans = Sequence[tuple[int, int]]
 Report = Callable[[str], None]
@@ -39,7 +41,8 @@ class Method:
     """programs: of a micro-batch by (cluster, tokens, ranks), None where the method cannot run.
 
     in_turns: shown with micro-batches that begin on either end of the ranks in turns, too.
-    alike_in_nodes: the ranks of a node do the same at the same time, so that one is replayed for all.
+    alike_in_nodes: the ranks of a node do the same at the same time, so that the first is replayed for all
+    and only those of each node have programs.
     """
 
     name: str
@@ -56,13 +59,14 @@ class Method:
         self, cluster: Cluster, tokens: int, ranks: int, accumulation: Accumulation = ONE
     ) -> Timeline | None:
         """Of a step."""
-        programs = self.programs(cluster, tokens, ranks)
-        if programs is None:
-            return None
-        if self.alike_in_nodes and ranks > 1:
-            programs = one_of_each_node(programs, cluster.node_ranks)
-            cluster = replace(cluster, node_ranks=1)
-        return replay(accumulated(programs, accumulation), cluster)
+        with uncollected():
+            programs = self.programs(cluster, tokens, ranks)
+            if programs is None:
+                return None
+            if self.alike_in_nodes and ranks > 1:
+                programs = one_of_each_node(programs, cluster.node_ranks)
+                cluster = replace(cluster, node_ranks=1)
+            return replay(accumulated(programs, accumulation), cluster)
 
 
 @dataclass(frozen=True)
@@ -135,41 +139,19 @@ def language_model(kind: str, budget: Budget = POWER) -> ModelConfig:
 
 
 Cut = Callable[[Cluster, ModelConfig, int, int], Spans]
+Build = Callable[[Cluster, ModelConfig, Spans], list[Program]]
 
 
-def _waves(budget: Budget, cut: Cut, groups: int = 1) -> Programs:
-    model = language_model("kvm", budget)
-
-    def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program]:
-        if ranks == 1:
-            return kvm_relay(cluster, model, [(0, tokens)])
-        return kvm_relay(cluster, model, cut(cluster, model, tokens, ranks), groups)
-
-    return programs
-
-
-def _by_heads(budget: Budget) -> Programs:
+def _kvm(budget: Budget, cut: Cut, build: Build = kvm_relay, whole_nodes: bool = False) -> Programs:
+    """build: programs of several ranks, from the spans that `cut` finds."""
     model = language_model("kvm", budget)
 
     def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program] | None:
         if ranks == 1:
             return kvm_relay(cluster, model, [(0, tokens)])
-        if ranks % cluster.node_ranks:
+        if whole_nodes and ranks % cluster.node_ranks:
             return None
-        return kvm_by_heads(cluster, model, by_seconds(cluster, model, tokens, ranks // cluster.node_ranks))
-
-    return programs
-
-
-def _by_routes(budget: Budget) -> Programs:
-    model = language_model("kvm", budget)
-
-    def programs(cluster: Cluster, tokens: int, ranks: int) -> list[Program] | None:
-        if ranks == 1:
-            return kvm_relay(cluster, model, [(0, tokens)])
-        if ranks % cluster.node_ranks:
-            return None
-        return kvm_by_routes(cluster, model, by_seconds(cluster, model, tokens, ranks))
+        return build(cluster, model, cut(cluster, model, tokens, ranks))
 
     return programs
 
@@ -183,6 +165,11 @@ def by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) ->
     """Shards of equal modelled time, each operation at its own rate: nearly as by growth_cost=3."""
     costs = _block_costs(cluster, model.model_dump_json(), tokens)
     return balanced_shards(costs, ranks, model.kvm.chunk)
+
+
+def nodes_by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
+    """Of every node, not rank."""
+    return by_seconds(cluster, model, tokens, ranks // cluster.node_ranks)
 
 
 def by_flops(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
@@ -202,15 +189,33 @@ _ATTENTION, _RECURRENCE = language_model("full_attention"), language_model("rwkv
 
 WAVE, GROUPED = "KVM 16*sqrt", f"KVM 16*sqrt, {HEAD_GROUPS} head groups"
 BY_ROUTES, BY_HEADS = "KVM 16*sqrt, 2-D of routing", "KVM 16*sqrt, 2-D"
+BY_HEADS_GROUPED = f"{BY_HEADS}, {MEMBER_GROUPS} head groups"
 METHODS = (
-    Method("KVM-256", _waves(FIXED, by_seconds)),
-    Method("KVM-256, 2-D", _by_heads(FIXED), alike_in_nodes=True),
-    Method(WAVE, _waves(POWER, by_seconds), in_turns=True),
-    Method("KVM 16*sqrt, shards by FLOPs", _waves(POWER, by_flops)),
-    Method("KVM 16*sqrt, equal shards", _waves(POWER, by_length)),
-    Method(GROUPED, _waves(POWER, by_seconds, HEAD_GROUPS)),
-    Method(BY_ROUTES, _by_routes(POWER)),
-    Method(BY_HEADS, _by_heads(POWER), in_turns=True, alike_in_nodes=True),
+    Method("KVM-256", _kvm(FIXED, by_seconds)),
+    Method(
+        "KVM-256, 2-D",
+        _kvm(FIXED, nodes_by_seconds, partial(kvm_by_heads, members=1), whole_nodes=True),
+        alike_in_nodes=True,
+    ),
+    Method(WAVE, _kvm(POWER, by_seconds), in_turns=True),
+    Method("KVM 16*sqrt, shards by FLOPs", _kvm(POWER, by_flops)),
+    Method("KVM 16*sqrt, equal shards", _kvm(POWER, by_length)),
+    Method(GROUPED, _kvm(POWER, by_seconds, partial(kvm_relay, groups=HEAD_GROUPS))),
+    Method(BY_ROUTES, _kvm(POWER, by_seconds, kvm_by_routes, whole_nodes=True)),
+    Method(
+        BY_HEADS,
+        _kvm(POWER, nodes_by_seconds, partial(kvm_by_heads, members=1), whole_nodes=True),
+        in_turns=True,
+        alike_in_nodes=True,
+    ),
+    Method(
+        BY_HEADS_GROUPED,
+        _kvm(
+            POWER, nodes_by_seconds, partial(kvm_by_heads, groups=MEMBER_GROUPS, members=1), whole_nodes=True
+        ),
+        in_turns=True,
+        alike_in_nodes=True,
+    ),
     Method("RWKV-7, relay", _recurrent),
     Method("RWKV-7, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=True)),
     Method("LASP-2, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=False)),
@@ -221,6 +226,7 @@ _GOALS = (
     (WAVE, 32_768, 8, 0.95, (ONE, IN_TURNS)),
     (BY_HEADS, 32_768, 8, 0.95, (ONE,)),  # one node, no chain
     (BY_HEADS, 131_072, 64, 0.90, (ONE, IN_TURNS)),
+    (BY_HEADS_GROUPED, 131_072, 64, 0.90, (ONE, IN_TURNS)),
 )
 HEADLINES = tuple(
     Headline(method, tokens, ranks, sequences, wanted, accumulation)
@@ -228,7 +234,12 @@ HEADLINES = tuple(
     for sequences in SEQUENCES
     for accumulation in accumulations
 )
-VARIED = tuple(one for one in HEADLINES if one.sequences == max(SEQUENCES))
+VARIED = tuple(
+    one
+    for one in HEADLINES
+    if (one.sequences == 8 and one.method != BY_HEADS_GROUPED)
+    or (one.sequences, one.method, one.accumulation) == (16, BY_HEADS_GROUPED, IN_TURNS)
+)
 
 
 def method(name: str) -> Method:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvm_dist.bench.scaling.cluster import Cluster
 from kvm_dist.bench.scaling.program import Program, Step, Work, collective
+from kvm_dist.bench.scaling.swaps import Swap
 from kvm_dist.bench.scaling.work import (
     ATTENTION_BACKWARD_FACTOR,
     BACKWARD_FACTOR,
@@ -15,8 +16,6 @@ from kvm_dist.bench.scaling.work import (
 )
 from models.config import ModelConfig
 
-Core = Iterator[Step]
-
 
 def ulysses(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> list[Program] | None:
     """Full attention whose q, k, v and output change from tokens to heads and back (arXiv 2309.14509).
@@ -26,14 +25,22 @@ def ulysses(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> li
     if model.num_heads % ranks:
         return None
     core = attention_seconds(cluster, model, tokens, ranks)
-    swap = cluster.all_to_all_seconds(ranks, tokens / ranks * _row_bytes(model))
+    swap = Swap.of(cluster, tokens / ranks * _row_bytes(model), ranks)
 
-    def mixer(factor: float, phase: str) -> Core:
-        yield from collective("heads", 3 * swap)
-        yield Work("attend", factor * core, phase)
-        yield from collective("tokens", swap)
+    def swaps(phase: str, *names: str) -> Iterator[Step]:
+        for name in names if ranks > 1 else ():
+            yield from swap.at_once(name, phase)
 
-    forward, backward = list(mixer(1.0, "forward")), list(mixer(ATTENTION_BACKWARD_FACTOR, "backward"))
+    forward = [
+        *swaps("forward", "queries", "keys", "values"),
+        Work("attend", core),
+        *swaps("forward", "outputs"),
+    ]
+    backward = [
+        *swaps("backward", "gradients of outputs"),
+        Work("attend", ATTENTION_BACKWARD_FACTOR * core, "backward"),
+        *swaps("backward", "gradients of queries", "gradients of keys", "gradients of values"),
+    ]
     return _programs(model, outside(cluster, model, tokens // ranks), ranks, forward, backward)
 
 

@@ -13,7 +13,11 @@ from models.kvm.layout import KVMSettings, Plan, plan_call
 ELEMENT_BYTES = 2  # bf16 activations
 # Hidden widths that norms, shifts, rotary, gates and residuals of a layer read and write per token, each
 # operation by itself: before the mixer's core, and in the feed-forward part. A backward moves twice as much.
-MIXER_WIDTHS, FEED_FORWARD_WIDTHS = 24, 24
+NORM_WIDTHS = 4  # before the projections
+QUERY_WIDTHS = KEY_WIDTHS = 8  # token shift, norm of the heads, rotary
+VALUE_WIDTHS = 4  # token shift alone
+MIXER_WIDTHS = NORM_WIDTHS + QUERY_WIDTHS + KEY_WIDTHS + VALUE_WIDTHS
+FEED_FORWARD_WIDTHS = 24
 RECURRENCE_WIDTHS = 16  # what a recurrence's kernels read and write
 BACKWARD_FACTOR = 2.0  # products of a backward over those of its forward
 ATTENTION_BACKWARD_FACTOR = 2.5  # of fused attention, which forms the scores anew
@@ -25,12 +29,23 @@ Kernels = dict[str, tuple[float, float, float]]  # kernel -> (bf16 operations, f
 
 @dataclass(frozen=True)
 class Outside:
-    """Seconds of what every kind of layer has beside the core of its mixer."""
+    """Seconds of what every kind of layer has beside the core of its mixer.
+
+    project: all before the core, the finishing of its tensors included, which is what follows the products.
+    """
 
     project: float
+    finish_query: float
+    finish_key: float
+    finish_value: float
     output: float
     feed_forward: float
     loss: float  # head and loss, forward and backward
+
+    @property
+    def unfinished(self) -> float:
+        """Of `project` up to the products of all tensors."""
+        return self.project - (self.finish_query + self.finish_key + self.finish_value)
 
 
 def outside(cluster: Cluster, model: ModelConfig, tokens: int) -> Outside:
@@ -41,6 +56,9 @@ def outside(cluster: Cluster, model: ModelConfig, tokens: int) -> Outside:
     head = tokens * 2 * model.hidden_size * model.vocab_size / cluster.matrix_flops
     return Outside(
         project=PROJECTED_BEFORE * projections + MIXER_WIDTHS * width / cluster.memory_bytes,
+        finish_query=QUERY_WIDTHS * width / cluster.memory_bytes,
+        finish_key=KEY_WIDTHS * width / cluster.memory_bytes,
+        finish_value=VALUE_WIDTHS * width / cluster.memory_bytes,
         output=(1 - PROJECTED_BEFORE) * projections,
         feed_forward=feed_forward + FEED_FORWARD_WIDTHS * width / cluster.memory_bytes,
         loss=(1 + BACKWARD_FACTOR) * head,
