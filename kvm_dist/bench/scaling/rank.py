@@ -154,7 +154,8 @@ class _ClockedSplit:
     def __init__(self, inner: SequenceSplit) -> None:
         self.inner = inner
         self.device = inner.device
-        self.inputs, self.labels, self.drain = inner.inputs, inner.labels, inner.drain
+        self.inputs, self.labels = inner.inputs, inner.labels
+        self.release, self.drain = inner.release, inner.drain
 
     def context(self, micro_batch: int | None = None) -> SequenceContext:
         context = self.inner.context(micro_batch)
