@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def join_world(
         if prepare is not None:
             prepare(torch_device)
             wait_until_ready(store, placement, config.compile_timeout_seconds)
+        # NCCL's communicators are made through the store at their first use: who comes first waits there.
+        store.set_timeout(timedelta(seconds=config.timeout_seconds))
         dist.init_process_group(
             backend,
             store=store,
@@ -95,12 +98,22 @@ def join_world(
 def leave_world() -> None:
     """Destroy all process groups, if there are any, and put the environment back.
 
-    A process that ends with live gloo threads may abort: call this at the end of every run.
+    A process that ends with live gloo threads may abort: call this at the end of every run. While an
+    exception is on its way, groups of NCCL stay: see `_may_wait`. Who catches it ends by os._exit.
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and _may_wait():
         gc.collect()  # sends that an exception keeps alive hold their group
         dist.destroy_process_group()
     _restore_environment()
+
+
+def _may_wait() -> bool:
+    """Whether all that was sent has a taker.
+
+    NCCL and RCCL destroy a group once its messages have been taken. After a failure nobody takes them: the
+    exception would be told to nobody until a watchdog aborts the process.
+    """
+    return sys.exc_info()[0] is None or dist.get_backend() != "nccl"
 
 
 def _launcher_in_words(placement: Placement) -> str:

@@ -5,7 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,33 @@ def test_a_rank_is_prepared_before_there_is_a_group_to_wait_in(alone: pytest.Mon
     prepared = []
     world = join_world(ONE, "cpu", lambda device: prepared.append((device, dist.is_initialized())))
     assert prepared == [(world.device, False)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "failed", "left"),
+    [("gloo", False, True), ("gloo", True, True), ("nccl", False, True), ("nccl", True, False)],
+)
+def test_after_a_failure_nobody_waits_for_messages_that_nccl_has_no_taker_for(
+    backend: str, failed: bool, left: bool, alone: pytest.MonkeyPatch
+) -> None:
+    destroyed: list[bool] = []
+    join_world(ONE, "cpu")
+    alone.setattr("parallel.world.dist.get_backend", lambda: backend)
+    with alone.context() as patched:
+        patched.setattr("parallel.world.dist.destroy_process_group", lambda: destroyed.append(True))
+        with suppress(ZeroDivisionError):
+            try:
+                assert not (1 / 0 if failed else 0)
+            finally:
+                leave_world()
+    assert bool(destroyed) is left
+    assert "DS_ACCELERATOR" not in os.environ  # put back in any case
+
+
+def test_who_makes_a_communicator_first_waits_as_long_as_for_a_collective(alone: pytest.MonkeyPatch) -> None:
+    join_world(ParallelConfig(start_timeout_seconds=1, timeout_seconds=77), "cpu")
+    store = dist.distributed_c10d._get_default_store()
+    assert store.timeout == timedelta(seconds=77)
 
 
 def two_ranks() -> list[Placement]:
