@@ -17,6 +17,8 @@ HANG_NAME = "hang.json"
 STACKS_SECONDS = 1.5  # for the other ranks to write where they are
 _FINDING_SECONDS = 3.0  # for another rank that already looks who is silent
 _POLL_SECONDS = 0.05
+# "Timed out waiting" (gloo), "ran for ... before timing out" (NCCL), "wait timeout after" (their store)
+_OUT_OF_TIME = ("timed out", "timing out", "wait timeout")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def hang_behind(error: Exception, rank: int, timeout_seconds: float) -> HangErro
     """What to end with if `error` says that another rank was silent; None if it says something else."""
     if isinstance(error, TimeoutError):
         return HangError(str(error))
-    if "timed out" not in str(error).lower():
+    if not any(words in str(error).lower() for words in _OUT_OF_TIME):
         return None
     return HangError(
         f"rank {rank}: another rank has not joined a collective in {timeout_seconds:g} s "

@@ -20,7 +20,12 @@ _FOLDER_MODE, _FILE_MODE = 0o750, 0o640
 _POLL_SECONDS = 0.05
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _TRAINS = "trainer.py"  # the thread that runs the steps has it in its stack
-_WAITS = ("torch/distributed/", "parallel/collectives.py", "parallel/sequence/exchange.py")
+_WAITS = (
+    "torch/distributed/",
+    "parallel/collectives.py",
+    "parallel/sequence/exchange.py",
+    "parallel/sequence/all_to_all.py",
+)
 
 
 class Stacks:

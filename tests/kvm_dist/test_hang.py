@@ -2,6 +2,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 from kvm_dist.hang import hang_behind
@@ -29,8 +30,26 @@ def test_a_collective_that_is_not_answered_is_a_hang() -> None:
     assert "another rank has not joined a collective in 8 s (parallel.timeout_seconds)" in said
 
 
-def test_other_errors_are_no_hang() -> None:
-    assert hang_behind(RuntimeError("out of memory"), 0, 1.0) is None
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+        "NumelIn=2, NumelOut=2, Timeout(ms)=600000) ran for 600011 milliseconds before timing out.",
+        "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store "
+        "by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+    ],
+)
+def test_what_nccl_says_of_a_silent_rank_is_a_hang_too(said: str) -> None:
+    found = hang_behind(RuntimeError(said), 1, 600.0)
+    assert found is not None
+    assert "rank 1: another rank has not joined a collective in 600 s" in str(found)
+
+
+@pytest.mark.parametrize(
+    "said", ["out of memory", "NCCL error: remote process exited or there was a network error"]
+)
+def test_other_errors_are_no_hang(said: str) -> None:
+    assert hang_behind(RuntimeError(said), 0, 1.0) is None
 
 
 def patience_of_the_engine(world: World) -> timedelta:

@@ -23,6 +23,10 @@ Thread 0x02 (most recent call first):
   File "/repo/kvm_dist/trainer.py", line 5 in run
 """
 BUSY = WAITING.replace("/lib/torch/distributed/distributed_c10d.py", "/lib/somewhere.py")
+# The handle of a message waits in C: the frame is that of whoever has it.
+SWAPPING = WAITING.replace(
+    "/lib/torch/distributed/distributed_c10d.py", "/repo/parallel/sequence/all_to_all.py"
+)
 
 
 def beat(rank: int, **changes: object) -> Beat:
@@ -74,7 +78,7 @@ def test_a_rank_that_has_ended_is_not_the_silent_one(tmp_path: Path) -> None:
     assert find_silent([beat(0), beat(1, phase="end", pid=2**22 + 1)], stacks, 2, 1).rank == 0
 
 
-@pytest.mark.parametrize(("text", "waits"), [(WAITING, True), (BUSY, False), ("", None)])
+@pytest.mark.parametrize(("text", "waits"), [(WAITING, True), (SWAPPING, True), (BUSY, False), ("", None)])
 def test_only_the_thread_that_trains_counts_as_waiting(text: str, waits: bool | None) -> None:
     assert is_waiting(text) is waits
 
