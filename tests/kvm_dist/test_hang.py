@@ -36,7 +36,7 @@ def test_a_collective_that_is_not_answered_is_a_hang() -> None:
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
         "NumelIn=2, NumelOut=2, Timeout(ms)=600000) ran for 600011 milliseconds before timing out.",
         "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store "
-        "by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+        "by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /0//cuda//0",
     ],
 )
 def test_what_nccl_says_of_a_silent_rank_is_a_hang_too(said: str) -> None:
