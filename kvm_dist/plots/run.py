@@ -15,7 +15,6 @@ from kvm_dist.metrics import METRICS_NAME, read_metrics
 from kvm_dist.plots.canvas import (
     AMBER,
     BLUE,
-    FAINT,
     GREEN,
     INK,
     RED,
@@ -27,9 +26,11 @@ from kvm_dist.plots.canvas import (
     save,
 )
 from kvm_dist.plots.position import position_loss
+from kvm_dist.plots.uniform import draw_uniform
 from kvm_dist.progress import short_count
 
 Records = Sequence[dict[str, float]]
+_SMALLEST_RANGE = 0.1  # nats: less, and the noise of a few steps would look like a slope
 
 
 def plot_run(run_dir: Path) -> list[Path]:
@@ -86,7 +87,7 @@ def loss_curve(
     figure = new_figure(
         f"{title}: loss while training" if title else "Loss while training", _summary(records)
     )
-    axes = figure.add_axes((0.075, 0.115, 0.85, 0.725))
+    axes = figure.add_axes((0.075, 0.115, 0.85, 0.7))
     axes.plot(steps, losses, color=BLUE, alpha=0.22, linewidth=1, label="train, each step")
     axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2.2, label="train, smoothed")
     if validation[0]:
@@ -94,13 +95,19 @@ def loss_curve(
         axes.plot(
             *validation, "o", color=RED, markeredgecolor="white", label="validation, held-out documents"
         )
-    _frame_losses(axes, steps, losses, validation[1], vocab_size)
+    guessing = _frame_losses(axes, steps, losses, validation[1], vocab_size)
     if validation[0]:
         mark(axes, validation[0][-1], validation[1][-1], RED)
     else:
         mark(axes, steps[-1], smoothed(losses)[-1], BLUE)
+    if vocab_size is not None and guessing:
+        draw_uniform(axes, vocab_size)
     quiet(axes, "applied optimizer step (square-root scale)", f"loss, {unit}")
-    axes.legend(loc="upper right", frameon=False, fontsize=11.5, labelcolor=INK, bbox_to_anchor=(1.0, 0.93))
+    axes.yaxis.labelpad = 3  # room for marks with three decimals
+    above = (1.0, 1.0)  # of the axes' corners: where there is no curve, however few steps there are
+    axes.legend(
+        loc="lower right", bbox_to_anchor=above, ncols=3, frameon=False, fontsize=11.5, labelcolor=INK
+    )
     return save(figure, out)
 
 
@@ -159,30 +166,20 @@ def _robust_top(values: Sequence[float]) -> float | None:
 
 def _frame_losses(
     axes: Axes, steps: list[int], losses: list[float], validation: list[float], vocab_size: int | None
-) -> None:
-    """The axes' range, and the loss of uniform guessing where the run starts near it."""
+) -> bool:
+    """The axes' range, and whether it holds the loss of uniform guessing: where the run starts near it."""
     axes.set_xscale("function", functions=(_square_root, _square))
     axes.set_xlim(0, steps[-1] * 1.1)
     axes.set_xticks(_round_steps(steps[-1]))
     label_counts(axes)
     curve = smoothed(losses)
     low, high = min([*curve, *validation]), max([*curve, *validation])
-    if vocab_size is not None and high > 0.75 * math.log(vocab_size):
-        uniform = math.log(vocab_size)
-        high = max(high, uniform)
-        axes.axhline(uniform, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-        axes.annotate(
-            f"uniform guessing: ln {vocab_size:,} = {uniform:.2f}",
-            (1, uniform),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="right",
-            color=FAINT,
-            fontsize=10.5,
-        )
-    margin = 0.06 * (high - low) or 0.1
+    guessing = vocab_size is not None and high > 0.75 * math.log(vocab_size)
+    if vocab_size is not None and guessing:
+        low, high = min(low, math.log(vocab_size)), max(high, math.log(vocab_size))
+    margin = 0.06 * (high - low) + max(0.0, _SMALLEST_RANGE - (high - low)) / 2
     axes.set_ylim(low - margin, high + margin)
+    return guessing
 
 
 def _round_steps(last: int) -> list[float]:

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from kvm_dist.metrics import append_metrics
 from kvm_dist.plots import loss_curve, plot_run, position_loss
@@ -46,6 +47,39 @@ def test_a_run_gets_its_pictures_in_full_size(tmp_path: Path) -> None:
 def test_a_run_of_very_few_steps_can_be_drawn(tmp_path: Path, steps: int) -> None:
     write_run(tmp_path / "run", steps)
     assert len(plot_run(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("first", [5.50, 5.545, 5.60], ids=["below", "at", "above"])
+@pytest.mark.parametrize("steps", [1, 3, 20, 500])
+def test_the_line_of_uniform_guessing_and_its_name_are_seen(
+    steps: int, first: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("kvm_dist.plots.run.save", lambda figure, out: drawn.append(figure))
+    path = tmp_path / "metrics.jsonl"
+    for step in range(1, steps + 1):
+        loss = first - 0.01 * (step - 1)
+        append_metrics(path, step, {"train/loss": loss, "validation/loss": loss})
+    loss_curve(path, tmp_path / "loss.png", vocab_size=256)
+
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None
+    (name,) = (text for text in axes.texts if "uniform guessing" in text.get_text())
+    (mark,) = (text for text in axes.texts if text is not name)
+    frame, place = axes.get_window_extent(), name.get_window_extent()
+    height = axes.transData.transform((0, math.log(256)))[1]
+    assert frame.ymin < height < frame.ymax
+    written = axes.get_tightbbox()
+    assert written is not None
+    assert figure.bbox.xmin < written.xmin
+    assert not legend.get_window_extent().overlaps(frame)
+    assert not legend.get_window_extent().overlaps(place)
+    assert not mark.get_window_extent().overlaps(place)
+    curve = axes.lines[1].get_xydata()
+    assert not any(place.contains(*point) for point in axes.transData.transform(curve))
 
 
 def test_a_run_without_metrics_has_no_pictures(tmp_path: Path) -> None:
