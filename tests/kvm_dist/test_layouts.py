@@ -39,6 +39,9 @@ LAYOUTS = [
     Layout(sequence=2, accumulation=3, alternate=True),
     Layout(data=2, sequence=2, accumulation=2, zero_stage=0, alternate=True),
     Layout(sequence=4, accumulation=4, zero_stage=2, alternate=True),
+    Layout(sequence=2, head_parallel=2, zero_stage=3, activation_checkpointing=True),
+    Layout(sequence=2, data=2, head_parallel=2, zero_stage=2, accumulation=3),
+    Layout(sequence=4, head_parallel=2, accumulation=2, alternate=True, activation_checkpointing=True),
     Layout(loss_chunk=100, zero_stage=0),
     Layout(loss_chunk=100, data=2, accumulation=3),
     Layout(loss_chunk=100, sequence=2, zero_stage=2, activation_checkpointing=True),
@@ -62,12 +65,15 @@ LAYOUTS_OF_ALL_KINDS = [
     replace(ALL_KINDS, sequence=2, data=2),
     replace(ALL_KINDS, sequence=2, accumulation=2, zero_stage=3, alternate=True),
     replace(ALL_KINDS, sequence=4, accumulation=2, alternate=True, activation_checkpointing=True),
+    replace(ALL_KINDS, sequence=4, head_parallel=2, zero_stage=2, activation_checkpointing=True),
+    replace(ALL_KINDS, sequence=2, head_parallel=2, zero_stage=3),
 ]
 ODD = Layout(tokens=1001, sequences=2)
 ODD_LAYOUTS = [
     replace(ODD, sequence=2),
     replace(ODD, sequence=3),
     replace(ODD, sequence=4, zero_stage=2),
+    replace(ODD, sequence=4, head_parallel=2),
     replace(ODD, sequence=2, data=2, balanced=False),
 ]
 
