@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvm_dist.evaluate.earlier import keep_earlier
 from kvm_dist.evaluate.results import (
     EVALUATIONS,
     Record,
     Subject,
     metric_names,
+    read_records,
     record_of,
     require_place,
     write_record,
@@ -77,7 +79,7 @@ def _evaluate_one(
     from kvm_dist.pretrained import open_pretrained
 
     opened = open_pretrained(path, overrides)
-    subject = Subject(task_name, opened.path, tuple(overrides))
+    subject = Subject(task_name, opened.path, tuple(overrides), options.chosen)
     written = subject.record_path(out)
     if (other := taken.setdefault(written, opened.path.resolve())) != opened.path.resolve():
         raise ConfigError(
@@ -90,11 +92,16 @@ def _evaluate_one(
     begun = time.monotonic()
     outcome = _watched(task, opened, options)
     record = record_of(subject, opened, outcome, time.monotonic() - begun)
+    earlier = keep_earlier(written, record)
     write_record(record, written)
     _print_table(subject, opened.step, outcome)
     print(written)
     pictures = _draw(task, [record], pictured)
     _track(subject, opened, outcome, [written, *pictures])
+    if earlier is not None:
+        print(f"kvm-dist: earlier results of another question are kept: {earlier}", file=sys.stderr)
+        if kept := read_records(earlier.parent).get(earlier):
+            _draw(task, [kept], pictured.with_name(f"{earlier.stem}.png"))
     return record
 
 

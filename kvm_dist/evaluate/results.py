@@ -28,11 +28,15 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, by which task. `run`: the directory of its run, None for other folders."""
+    """What is evaluated, by which task. `run`: the directory of its run, None for other folders.
+
+    asked: options other than their defaults, as `name=value`.
+    """
 
     task: str
     path: Path
     overrides: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path | None:
@@ -42,11 +46,7 @@ class Subject:
     def name(self, out: Path | None) -> str:
         """TASK-CHECKPOINT, and the overrides: another model has another file. In `out` also the run."""
         run = [self.run.name] if out is not None and self.run is not None else []
-        parts = [self.task, *run, self.path.absolute().name, *self.overrides]
-        name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "-".join(parts))
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[: _LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
-        return name
+        return file_name([self.task, *run, self.path.absolute().name, *self.overrides])
 
     def record_path(self, out: Path | None) -> Path:
         """In `out`; without one in the run, and for other folders in `evaluations` here."""
@@ -58,6 +58,14 @@ class Subject:
         return folder / f"{self.name(out)}.png"
 
 
+def file_name(parts: Sequence[str]) -> str:
+    """Of letters that file systems admit; a long one ends in a hash."""
+    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "-".join(parts))
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+    return name
+
+
 def record_of(subject: Subject, opened: "Pretrained", outcome: Outcome, seconds: float) -> Record:
     """All that is needed to understand, compare and draw a result."""
     return {
@@ -66,6 +74,7 @@ def record_of(subject: Subject, opened: "Pretrained", outcome: Outcome, seconds:
         "checkpoint": str(subject.path),
         "step": opened.step,
         "overrides": list(subject.overrides),
+        "asked": list(subject.asked),
         "metrics": dict(outcome.metrics),
         "settings": dict(outcome.settings),
         "details": dict(outcome.details),
@@ -92,9 +101,13 @@ def require_place(path: Path) -> None:
         )
 
 
+def in_json(record: Record) -> str:
+    return json.dumps(_finite(record), indent=1, ensure_ascii=False) + "\n"
+
+
 def write_record(record: Record, path: Path) -> None:
     """Whole or not at all. Raises StorageError where it cannot be written."""
-    text = json.dumps(_finite(record), indent=1, ensure_ascii=False) + "\n"
+    text = in_json(record)
     try:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         with replacing(path, path.parent) as file:

@@ -57,6 +57,17 @@ class Options:
                 f"--depth={self.depths}: want shares of the text, from 0 (its begin) to 1 (its end)"
             )
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """What differs from its default, as `name=value`; `argument` is part of the task's name."""
+        given = {one.name: getattr(self, one.name) for one in fields(Options) if one.name != "argument"}
+        defaults = {one.name: one.default for one in fields(Options)}
+        return tuple(
+            f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name, value in given.items()
+            if value != defaults[name]
+        )
+
     def one_length(self, default: int) -> int:
         """The context of a task that has only one."""
         if len(self.tokens) > 1:

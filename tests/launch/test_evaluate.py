@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,52 @@ def test_another_budget_gives_another_loss(tiny_run: TinyRun) -> None:
     for path in sorted(Path("out").glob("*.json")):
         losses.append(json.loads(path.read_text())["metrics"]["loss"])
     assert len(set(losses)) == 2
+
+
+def test_results_of_another_question_are_kept_and_those_of_the_same_are_replaced(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(**chosen: Any) -> dict[str, Any]:
+        evaluate([str(tiny_run.directory)], "perplexity", Path("out"), Options(limit=1, **chosen))
+        record: dict[str, Any] = json.loads(Path("out/perplexity-tiny-step-00000050.json").read_text())
+        return record
+
+    def contexts() -> list[int]:
+        records = [json.loads(path.read_text()) for path in Path("out").glob("*.json")]
+        return sorted(record["settings"]["context"] for record in records)
+
+    assert ask(tokens=(300,))["asked"] == ["tokens=300", "limit=1"]
+    assert "kept" not in capsys.readouterr().err
+    ask(tokens=(300,))
+    assert contexts() == [300]
+    assert "kept" not in capsys.readouterr().err
+    assert ask(tokens=(450,))["settings"]["context"] == 450
+    assert contexts() == [300, 450]
+    (kept,) = Path("out").glob("perplexity-tiny-step-00000050-tokens=300-limit=1-*.json")
+    assert capsys.readouterr().err.endswith(f"earlier results of another question are kept: {kept}\n")
+    ask()
+    ask(tokens=(300,))
+    assert contexts() == [96, 300, 300, 450]
+    ask()
+    assert contexts() == [96, 96, 300, 450], "one file a question, and the newest answer under the plain name"
+
+
+def test_kept_results_keep_their_picture(tiny_run: TinyRun) -> None:
+    for block in (200, 400):
+        options = Options(minimum_tokens=800, block_tokens=block, limit=1)
+        evaluate([str(tiny_run.directory)], "position-loss", Path("out"), options)
+    names = {path.stem for path in Path("out").glob("*.json")}
+    assert len(names) == 2
+    assert {path.stem for path in Path("out").glob("*.png")} == names
+
+
+def test_whatever_lies_where_results_go_is_kept(tiny_run: TinyRun) -> None:
+    path = Path("out/perplexity-tiny-step-00000050.json")
+    path.parent.mkdir()
+    path.write_text("notes of somebody")
+    evaluate([str(tiny_run.directory)], "perplexity", Path("out"), Options(limit=1))
+    (kept,) = set(path.parent.iterdir()) - {path}
+    assert kept.read_text() == "notes of somebody"
 
 
 def test_folders_of_one_name_do_not_replace_each_others_results(tiny_run: TinyRun, tmp_path: Path) -> None:
