@@ -35,6 +35,22 @@ def in_chunks(z: Tensor) -> Tensor:
     return z.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4).contiguous()
 
 
+def running_sum(z: Tensor) -> Tensor:
+    """Over the tokens of chunks [..., C, D], each its own included.
+
+    On a GPU torch's own refuses to run where the same bits are wanted every time.
+    """
+    return _sum_by_doubling(z) if z.is_cuda else z.cumsum(-2)
+
+
+def _sum_by_doubling(z: Tensor) -> Tensor:
+    step = 1
+    while step < z.shape[-2]:
+        z = z + F.pad(z[..., :-step, :], (0, 0, step, 0))
+        step *= 2
+    return z
+
+
 def carry(maps: ChunkMaps, state: Tensor) -> tuple[Tensor, Tensor]:
     """state [B, H, K, V] before the first chunk -> states before each [N, B, H, K, V], state after all."""
     states, last = _Carry.apply(maps.transition, maps.inflow, state)

@@ -14,7 +14,7 @@ A_xk holds `sum x_i k_j exp(G_i - G_j)`, j < i for k and j <= i for q (arXiv 241
 import torch
 from torch import Tensor
 
-from models.layers.chunk_recurrence import ChunkMaps, in_chunks
+from models.layers.chunk_recurrence import ChunkMaps, in_chunks, running_sum
 from models.layers.decayed_scores import decayed_scores
 
 
@@ -25,7 +25,7 @@ def chunk_maps(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rat
     A short last chunk is filled up with tokens that leave the state as it is.
     """
     q, k, v, log_decay, rate = (in_chunks(z) for z in (query, key, value, log_decay, rate))
-    total = log_decay.double().cumsum(-2)
+    total = running_sum(log_decay.double())
     scores = decayed_scores(torch.stack([k, q], dim=-3), k, total)
     of_keys, of_queries = scores.unbind(-3)
     since_start = total.to(q.dtype).exp()

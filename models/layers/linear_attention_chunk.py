@@ -11,7 +11,7 @@ running sum of log w inside a chunk, S the state before it, A the causal `sum q_
 
 from torch import Tensor
 
-from models.layers.chunk_recurrence import ChunkMaps, in_chunks
+from models.layers.chunk_recurrence import ChunkMaps, in_chunks, running_sum
 from models.layers.decayed_scores import decayed_scores
 
 
@@ -22,7 +22,7 @@ def chunk_maps(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor) -> 
     A short last chunk is filled up with tokens that leave the state as it is.
     """
     q, k, v, log_decay = (in_chunks(z) for z in (query, key, value, log_decay))
-    total = log_decay.double().cumsum(-2)
+    total = running_sum(log_decay.double())
     scores = decayed_scores(q.unsqueeze(-3), k, total).squeeze(-3)
     since_start = total.to(q.dtype).exp()
     until_end = (total[..., -1:, :] - total).to(q.dtype).exp()

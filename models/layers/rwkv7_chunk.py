@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.kinds.recurrence import CHUNK
-from models.layers.chunk_recurrence import ChunkMaps, in_chunks
+from models.layers.chunk_recurrence import ChunkMaps, in_chunks, running_sum
 
 
 def chunk_maps(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> ChunkMaps:
@@ -25,7 +25,7 @@ def chunk_maps(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
     A short last chunk is filled up with tokens that leave the state as it is.
     """
     r, log_w, k, v, a, b = (in_chunks(z) for z in (r, log_w, k, v, a, b))
-    total = log_w.cumsum(-2)
+    total = running_sum(log_w)
     shrink = (-total).exp()
     ar = torch.cat([a * (total - log_w).exp(), r * total.exp()], dim=-2)  # [N, B, H, 2C, K]
     bk = torch.cat([b * shrink, k * shrink], dim=-2)

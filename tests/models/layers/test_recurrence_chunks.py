@@ -1,16 +1,21 @@
 """The chunk forms of the delta rule and of linear attention against loops in float64 and against fla's."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.backbone import Backbone
+from models.config import ModelConfig
+from models.initialise import initialise
 from models.kinds.recurrence import CHUNK
-from models.layers import delta_rule_chunk, linear_attention_chunk
+from models.layers import chunk_recurrence, delta_rule_chunk, linear_attention_chunk
 from models.layers.decayed_scores import decayed_scores
+from parallel.sequence.context import WholeSequence
 from tests.models.layers.recurrences import Recurrence, Result, chunked, doubles, with_gradients
 
 KEYS, VALUES, HEADS = 12, 20, 3  # they differ, so that no transposed state passes
@@ -169,3 +174,43 @@ def test_scores_are_sums_under_the_decay_between_two_tokens(decays: int) -> None
     decay = (total.unsqueeze(-2) - total.unsqueeze(-3)).exp().expand(3, 32, 32, KEYS)
     expected = torch.einsum("nmid,njd,nijd->nmij", rows.double(), keys.double(), decay).tril()
     assert (decayed_scores(rows, keys, total) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, CHUNK])
+def test_the_running_sum_of_gpus_is_that_of_cpus(tokens: int) -> None:
+    z = torch.randn(2, 3, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z.requires_grad_()
+    weights = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view_as(z)
+    found, wanted = chunk_recurrence._sum_by_doubling(z), chunk_recurrence.running_sum(z)
+    assert torch.allclose(found, wanted, rtol=1e-14, atol=1e-14)
+    (found,), (wanted,) = (torch.autograd.grad(one, z, weights) for one in (found, wanted))
+    assert torch.allclose(found, wanted, rtol=1e-14, atol=1e-14)
+
+
+class Refusing(TorchDispatchMode):
+    """As torch on a GPU where algorithms must be deterministic, which they are by default."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.cumsum.default, "cumsum_cuda_kernel is not deterministic"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ModelConfig.kinds_with_backends())
+def test_plain_matmuls_run_on_gpus_where_the_same_bits_are_wanted(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_recurrence, "running_sum", (by_doubling := chunk_recurrence._sum_by_doubling))
+    for module in (delta_rule_chunk, linear_attention_chunk):
+        monkeypatch.setattr(module, "running_sum", by_doubling)
+    config = ModelConfig(
+        vocab_size=16,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        layers=[kind],
+        **{kind: {"backend": "torch"}},
+    )
+    model, tokens = Backbone(config), torch.arange(40).view(1, -1) % 16
+    initialise(model, 0)
+    with Refusing():
+        model(tokens, WholeSequence(), tokens).backward()
