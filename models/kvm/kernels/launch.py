@@ -28,7 +28,7 @@ class Launch:
 
 _one_at_a_time = threading.Lock()  # the interpreter keeps its place in globals
 Observer = Callable[[Kernel, Callable[[], None]], None]  # is given whose launch it is, and starts it
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_observers: list[Observer] = []  # of all threads: on a GPU autograd has a backward's launches from its own
 _recording: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("recording", default=None)
 
 
@@ -45,12 +45,12 @@ def recorded_launches(target: Target) -> Iterator[list[Launch]]:
 
 @contextmanager
 def observed_launches(observer: Observer) -> Iterator[None]:
-    """Launches inside go through `observer`, which may clock them."""
-    token = _observer.set(observer)
+    """Launches inside, of any thread, go through `observer`, which may clock them."""
+    _observers.append(observer)
     try:
         yield
     finally:
-        _observer.reset(token)
+        _observers.pop()
 
 
 def interpreted() -> bool:
@@ -105,13 +105,12 @@ def launch(
     if recording is not None:
         recording[1].append(Launch(kernel, grid, arguments, constants, tile, target))
         return
-    observer = _observer.get()
 
     def start() -> None:
         with _one_at_a_time if target.backend == "interpreter" else nullcontext():
             kernel[grid](*arguments, **constants, **tile.options(target))
 
-    if observer is None:
-        start()
+    if _observers:
+        _observers[-1](kernel_of(kernel.__name__), start)
     else:
-        observer(kernel_of(kernel.__name__), start)
+        start()

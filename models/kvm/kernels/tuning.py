@@ -8,7 +8,6 @@ measured go before these: they are part of the package too, see `measured.py`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -268,17 +267,17 @@ def kernel_of(function_name: str) -> Kernel:
     return found[0]
 
 
-_on_trial: ContextVar[tuple[Kernel, Tile] | None] = ContextVar("on_trial", default=None)
+_on_trial: list[tuple[Kernel, Tile]] = []  # in all threads: on a GPU autograd runs a backward in its own
 
 
 @contextmanager
 def on_trial(kernel: Kernel, tile: Tile) -> Iterator[None]:
     """Inside, that kernel is launched with that tile: how `bench kvm --tune` tries one."""
-    token = _on_trial.set((kernel, tile))
+    _on_trial.append((kernel, tile))
     try:
         yield
     finally:
-        _on_trial.reset(token)
+        _on_trial.pop()
 
 
 def rows_covering(kernel: Kernel, target: Target, shape: Shape) -> Iterator[Row]:
@@ -288,9 +287,8 @@ def rows_covering(kernel: Kernel, target: Target, shape: Shape) -> Iterator[Row]
 
 
 def choose(kernel: Kernel, target: Target, shape: Shape) -> Tile:
-    trial = _on_trial.get()
-    if trial is not None and trial[0] == kernel:
-        return trial[1]
+    if _on_trial and _on_trial[-1][0] == kernel:
+        return _on_trial[-1][1]
     return _chosen(kernel, target, shape)
 
 

@@ -1,6 +1,7 @@
 """Rows that were measured: what they cover, and how they lie in files."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,11 @@ def test_a_tile_on_trial_is_taken_inside_and_not_after() -> None:
     assert choose("read", H200, HALF) == before
 
 
+def test_a_tile_is_on_trial_in_the_thread_too_in_which_autograd_runs_a_backward() -> None:
+    with on_trial("fold", Tile(16, 16, 1)), ThreadPoolExecutor(1) as autograd:
+        assert autograd.submit(choose, "fold", H200, HALF).result() == Tile(16, 16, 1)
+
+
 class Jitted:
     """Stands in for a jitted function."""
 
@@ -99,6 +105,13 @@ def test_an_observer_is_told_whose_launch_it_starts() -> None:
         launch(Jitted("sort_kernel", started), (0,), (), Tile(16, 16), H200)
     launch(Jitted("delta_kernel", started), (1,), (), Tile(16, 16), H200)
     assert (told, started) == (["fold", "read"], ["walk_kernel", "read_kernel", "delta_kernel"])
+
+
+def test_an_observer_is_told_of_launches_from_the_thread_in_which_autograd_runs_a_backward() -> None:
+    told: list[Kernel] = []
+    with observed_launches(lambda kernel, start: told.append(kernel)), ThreadPoolExecutor(1) as autograd:
+        autograd.submit(launch, Jitted("delta_kernel", []), (1,), (), Tile(16, 16), H200).result()
+    assert told == ["rows"]
 
 
 def test_every_kernel_is_its_own() -> None:

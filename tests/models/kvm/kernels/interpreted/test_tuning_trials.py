@@ -31,7 +31,7 @@ class MadeUp:
 
     def __call__(self, kernel: Kernel, start: Callable[[], None]) -> None:
         start()
-        _, tile = tuning._on_trial.get() or (kernel, ROW)
+        _, tile = tuning._on_trial[-1] if tuning._on_trial else (kernel, ROW)
         factor = {FAST: 0.5, WRONG: 0.1, TOO_LARGE: 0.1}.get(tile, 1.0)
         self.found[kernel] = self.found.get(kernel, 0.0) + factor
 
@@ -41,7 +41,7 @@ class MadeUp:
 
 
 def faulty(inputs: list[Tensor], *arguments: Any, **more: Any) -> Any:
-    trial = tuning._on_trial.get()
+    trial = tuning._on_trial[-1] if tuning._on_trial else None
     if trial and trial[1] == TOO_LARGE:
         raise OutOfResources(2, 1, "shared memory")
     output, state = call_kvm(inputs, *arguments, **more)
