@@ -1,5 +1,7 @@
 """Initial parameters: one seed, one generator, every parameter filled by the module that holds it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,10 +16,8 @@ class Initialised(Protocol):
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill all parameters of `model`: a function of the seed and the model's shape, not of the global RNG.
-
-    Orthogonal matrices are rounded in their last bits as the CPU's threads share the work on them.
-    """
+    """Fill all parameters of `model`: a function of the seed and the model's shape, not of the global RNG nor
+    of how many threads the CPU has."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
@@ -39,8 +39,22 @@ def linear_default_(weight: Tensor, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def orthogonal_(weight: Tensor, gain: float, generator: torch.Generator) -> None:
-    """Orthogonal in float32 on the CPU, then copied to the weight's dtype and device."""
-    weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape), gain, generator=generator))
+    """Orthogonal in float32 on the CPU, then copied to the weight's dtype and device.
+
+    By one thread: threads that share a factorisation round its last bits as they share it.
+    """
+    with _one_thread():
+        weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape), gain, generator=generator))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def channel_fraction(width: int) -> Tensor:

@@ -70,6 +70,18 @@ def test_every_parameter_is_filled_and_is_a_function_of_the_seed_alone() -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_no_bit_depends_on_how_many_threads_there_are(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = build()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert [name for name, z in FRESH.items() if not torch.equal(z, found[name])] == []
+
+
 def test_backbone_and_feed_forward() -> None:
     embedding = FRESH["embedding.weight"]
     assert 0.9e-4 < embedding.abs().max() <= 1e-4
