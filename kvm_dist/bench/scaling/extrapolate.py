@@ -162,7 +162,7 @@ def _block_costs(cluster: Cluster, model_json: str, tokens: int) -> list[int]:
 
 
 def by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
-    """Shards of equal modelled time, each operation at its own rate: nearly as by growth_cost=3."""
+    """Shards of equal modelled time, each operation at its own rate: nearly as by growth_cost=3 to 3.5."""
     costs = _block_costs(cluster, model.model_dump_json(), tokens)
     return balanced_shards(costs, ranks, model.kvm.chunk)
 
