@@ -47,8 +47,8 @@ def join_world(
 
     Waits config.start_timeout_seconds at most. prepare: done by every rank on its device before there is a
     group; ranks wait config.compile_timeout_seconds for each other to end it. Sets RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (deepspeed looks for MPI without them), on a CPU
-    DS_ACCELERATOR, and torch's thread count.
+    LOCAL_RANK (deepspeed takes it for the number of the GPU), LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    (deepspeed looks for MPI without them), on a CPU DS_ACCELERATOR, and torch's thread count.
 
     Raises ValueError when the launcher started another number of ranks than data x sequence or a variable is
     wrong, ConnectionError when rank 0 or a peer cannot be reached.
@@ -165,7 +165,8 @@ def _environment_kept_on_failure(placement: Placement, device: torch.device) -> 
     variables = {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.size),
-        "LOCAL_RANK": str(placement.local_rank),
+        # Where a launcher shows each rank its own GPU alone, that is number 0 of every rank.
+        "LOCAL_RANK": str(placement.local_rank if device.index is None else device.index),
         "LOCAL_WORLD_SIZE": str(placement.local_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(placement.port),

@@ -19,7 +19,14 @@ from parallel.config import ParallelConfig
 from parallel.meeting import _connect, _resolved, _serve, wait_until_ready
 from parallel.mesh import Mesh
 from parallel.placement import Placement, first_host, world_from_environment
-from parallel.world import World, _threads, join_world, leave_world
+from parallel.world import (
+    World,
+    _device,
+    _environment_kept_on_failure,
+    _threads,
+    join_world,
+    leave_world,
+)
 from tests.support.ranks import RankFailure, Ranks, free_port
 
 ONE = ParallelConfig(start_timeout_seconds=1)
@@ -177,6 +184,21 @@ def test_who_makes_a_communicator_first_waits_as_long_as_for_a_collective(alone:
     join_world(ParallelConfig(start_timeout_seconds=1, timeout_seconds=77), "cpu")
     store = dist.distributed_c10d._get_default_store()
     assert store.timeout == timedelta(seconds=77)
+
+
+@pytest.mark.parametrize(("visible", "number"), [(1, 0), (4, 2)])
+def test_the_engine_takes_the_gpu_that_the_rank_has(
+    visible: int, number: int, alone: pytest.MonkeyPatch
+) -> None:
+    """deepspeed calls set_device(LOCAL_RANK)."""
+    taken: list[int] = []
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    alone.setattr(torch.cuda, "device_count", lambda: visible)
+    alone.setattr(torch.cuda, "set_device", taken.append)
+    placement = Placement(rank=6, size=8, local_rank=2, local_size=4, node=1)
+    device = _device("cuda", placement)
+    with _environment_kept_on_failure(placement, device):
+        assert (taken, device.index, os.environ["LOCAL_RANK"]) == ([number], number, str(number))
 
 
 def two_ranks() -> list[Placement]:
