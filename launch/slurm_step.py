@@ -16,9 +16,13 @@ from launch.local import SPEAKING_CODES
 
 # "srun: error: node2: task 1: Killed", "srun: error: node[1-2]: tasks 0-1: Exited with exit code 70"
 _TASK_ENDED = re.compile(rb"srun: error: (\S+): tasks? (\d+)[-,\d]*: (.+)")
+_NOT_STARTED = re.compile(rb"srun: error: (Unable to create step .+)")
 _EXIT_CODE = re.compile(r"xited with exit code (\d+)$")
 # of a rank that was asked to stop before it could save, or had nothing to
 _TOLD_TO_END = ("Terminated", "User defined signal 2", f"xit code {int(ExitCode.PREEMPTED)}")
+
+# An earlier step whose processes do not die keeps its nodes: srun would ask for them again for ever.
+STEP_WAIT_SECONDS = 600
 
 
 def step_command(config: RunConfig, tasks_per_node: int, path: Path, ends: Path) -> list[str]:
@@ -26,7 +30,7 @@ def step_command(config: RunConfig, tasks_per_node: int, path: Path, ends: Path)
     slurm = config.slurm
     command = ["srun", "--kill-on-bad-exit=1", "--unbuffered", "--input=none", f"--nodes={slurm.nodes}"]
     # Whatever a cluster's defaults are: neighbours share nodes, and the last rank may take its time to end.
-    command += ["--distribution=block", "--wait=0"]
+    command += ["--distribution=block", "--wait=0", f"--immediate={STEP_WAIT_SECONDS}"]
     command += [f"--ntasks={config.parallel.world_size}", f"--ntasks-per-node={tasks_per_node}"]
     if slurm.cpus_per_task is not None:
         command.append(f"--cpus-per-task={slurm.cpus_per_task}")  # since Slurm 22.05 srun must be told again
@@ -70,6 +74,7 @@ class Step:
     ) -> None:
         self._ends, self._ranks = ends, ranks
         self._deaths: list[tuple[int, str]] = []  # rank and how, in the order that srun noticed
+        self._not_started = "see the job's output"
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -106,7 +111,7 @@ class Step:
                 return rank, f"ended with exit code {end}"
         if self._deaths:
             return self._deaths[0]
-        return 0, "did not start; see the job's output"
+        return 0, f"did not start; {self._not_started}"
 
     def _known_ends(self) -> list[tuple[int, int]]:
         """Written ones, and those of which only srun tells: a watchdog ends its rank without a word."""
@@ -129,3 +134,5 @@ class Step:
                 how = match[3].decode(errors="replace").strip()
                 node = match[1].decode(errors="replace")
                 self._deaths.append((int(match[2]), f"on {node}: {how}"))
+            elif match := _NOT_STARTED.search(line):
+                self._not_started = match[1].decode(errors="replace").strip()

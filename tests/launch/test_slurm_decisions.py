@@ -121,6 +121,13 @@ STEP = [
         {}, "echo 'srun: error: node2: task 1: Terminated' >&2; exit 143", 75, None, id="stopped at once"
     ),
     pytest.param({}, "exit 1", 70, (0, "did not start"), id="not started"),
+    pytest.param(
+        {},
+        "echo 'srun: error: Unable to create step for job 7: Requested nodes are busy' >&2; exit 1",
+        70,
+        (0, "did not start; Unable to create step for job 7: Requested nodes are busy"),
+        id="nodes that an earlier step keeps",
+    ),
     pytest.param({0: 0, 1: 0}, "exit 134", 0, None, id="died of leaving, all done"),
     pytest.param({0: 0}, "exit 134", 70, (0, "did not start"), id="one rank done"),
 ]
@@ -152,6 +159,7 @@ def test_ranks_in_a_container_run_the_interpreter_of_its_image(
     plain = words(None)
     assert plain[0] == "srun"
     assert {"--kill-on-bad-exit=1", "--wait=0", "--cpus-per-task=4", "--cpu-bind=cores"} <= set(plain)
+    assert "--immediate=600" in plain  # else srun waits for ever for nodes that an earlier step keeps
     rank = plain[plain.index(sys.executable) + 1 :]
     assert rank[-2:] == [str(tmp_path / "c.yaml"), str(tmp_path / "ends")]
     pyxis = words(ContainerConfig(image="a b;c", mounts=["/d:/d", "/e:/f"], python="py"))
