@@ -226,11 +226,11 @@ def test_the_harness_runs_a_local_task_without_network(tiny_run: TinyRun, tmp_pa
     questions = [{"question": f"line {n}", "choices": [" of", " word"], "answer": 0} for n in range(3)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
     command = [sys.executable, "-m", "launch.cli", "evaluate", str(tiny_run.directory)]
-    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     for task, code in (("tiny_choice", 0), ("lambada_openai", 65)):
         ended = subprocess.run(
             [*command, "--task", f"lm-eval:{task}", "--tasks-dir", "tasks", "--out", "out"],
-            env=os.environ | {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": root},
+            env=os.environ | {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": path},
             capture_output=True,
             text=True,
         )
