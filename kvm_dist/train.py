@@ -64,6 +64,7 @@ def train(loaded: LoadedConfig) -> None:
     directory = RunDirectory(config.run_directory)
     should_stop = StopRequest().install()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    choose_algorithms(config)  # of the process groups too: NCCL's fastest sums differ from run to run
     world = _join(config)
     try:
         attempt = on_rank_zero(world, lambda: current_attempt(directory.path))
@@ -87,7 +88,6 @@ def _train(
     config: RunConfig, directory: RunDirectory, world: World, should_stop: StopRequest, heartbeat: Heartbeat
 ) -> None:
     try:
-        choose_algorithms(config)
         mesh = Mesh.build(world, config.parallel)
         index = on_rank_zero(world, lambda: ensure_prepared(config.data, config.model.vocab_size))
         checkpoint = find_checkpoint(directory.checkpoints, world)
