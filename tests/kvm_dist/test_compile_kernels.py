@@ -31,7 +31,7 @@ def test_a_run_compiles_before_it_has_a_process_group(monkeypatch: pytest.Monkey
 
 
 def test_a_run_wants_the_same_bits_before_it_has_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps NCCL from NVLink SHARP, whose sums may differ from run to run, in groups made after that."""
+    """torch keeps groups made after that from NVLink SHARP, whose sums may differ from run to run."""
     wanted: list[bool] = []
 
     def nobody_is_there(config: RunConfig) -> None:
