@@ -96,11 +96,11 @@ def watched(model: Backbone) -> Iterator[list[LayerMemory]]:
             layers.append(LayerMemory(block.mixer.index, block.mixer.name, settings_of(block.mixer)))
     try:
         for mixer, layer in zip(mixers, layers, strict=True):
-            mixer.__dict__["attend"] = _watching(mixer, layer)  # before the method of its class
+            mixer.__dict__["mix"] = _watching(mixer, layer)  # before the method of its class
         yield layers
     finally:
         for mixer in mixers:
-            mixer.__dict__.pop("attend", None)
+            mixer.__dict__.pop("mix", None)
 
 
 def settings_of(mixer: KVM) -> KVMSettings:
@@ -118,15 +118,19 @@ def settings_of(mixer: KVM) -> KVMSettings:
     )
 
 
-def _watching(
-    mixer: KVM, layer: LayerMemory
-) -> Callable[[Tensor, QueriesKeysValues, SequenceContext], Tensor]:
-    """`mixer.attend`, which also records what it did."""
-    attend = mixer.attend
+def _watching(mixer: KVM, layer: LayerMemory) -> Callable[[Tensor, Tensor, SequenceContext], Tensor]:
+    """`mixer.mix`, which also records what it did."""
+    mix = mixer.mix
 
-    def attend_and_record(x: Tensor, heads: QueriesKeysValues, context: SequenceContext) -> Tensor:
+    def mix_and_record(x: Tensor, first_value: Tensor, context: SequenceContext) -> Tensor:
         state: KVMState | None = context.load(mixer.name)
-        output = attend(x, heads, context)
+        found: list[QueriesKeysValues] = []
+        hook = mixer.projections.register_forward_hook(lambda module, given, heads: found.append(heads))
+        try:
+            output = mix(x, first_value, context)
+        finally:
+            hook.remove()
+        (heads,) = found
         parameters = Parameters(
             mixer.state_norm_weight, mixer.state_norm_bias, mixer.state_temperature, mixer.window_temperature
         )
@@ -140,7 +144,7 @@ def _watching(
         layer.state = context.load(mixer.name)
         return output
 
-    return attend_and_record
+    return mix_and_record
 
 
 def _other_states(model: Backbone, cache: CachedSequence) -> Iterator[tuple[str, str, float]]:
