@@ -37,10 +37,14 @@ def compile_kernels(config: RunConfig, device: torch.device) -> None:
         warm_up(config.model, device, getattr(torch, config.parallel.precision), _log.info)
 
 
-def new_model(config: RunConfig) -> Backbone:
-    """As the seed makes it, on the CPU, on every rank alike."""
+def new_model(config: RunConfig, *, filled: bool = True) -> Backbone:
+    """As the seed makes it, on the CPU, on every rank alike.
+
+    filled: otherwise its weights are left for those of a checkpoint; filling large ones takes seconds.
+    """
     model = Backbone(config.model)
-    initialise(model, config.seed)
+    if filled:
+        initialise(model, config.seed)
     return model
 
 

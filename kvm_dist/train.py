@@ -91,7 +91,7 @@ def _train(
         mesh = Mesh.build(world, config.parallel)
         index = on_rank_zero(world, lambda: ensure_prepared(config.data, config.model.vocab_size))
         checkpoint = find_checkpoint(directory.checkpoints, world)
-        model = new_model(config)
+        model = new_model(config, filled=checkpoint is None)
         origin = None if checkpoint else start_weights(model, config, directory, world)
         _, groups, engine = build_engine(config, world, model)
         inject_faults(directory.path, heartbeat, model)

@@ -85,7 +85,7 @@ def run_and_go_on(world: World, layout: Layout, other: Layout) -> list[float]:
     losses: list[float] = []
     saved: dict[str, dict[str, Tensor]] = {}
     for number, one in enumerate((layout, other)):
-        model, mesh, engine, split, config = _parts(world, one)
+        model, mesh, engine, split, config = _parts(world, one, filled=not saved)
         if saved:
             engine.load_named_tensors(saved.__getitem__)
         inputs, labels = tiny_batch(one.tokens, one.sequences)
@@ -179,7 +179,10 @@ def mixed_up(world: World, layout: Layout) -> None:
         model(split.inputs(inputs), split.context(2 * world.rank))
 
 
-def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
+def _parts(
+    world: World, layout: Layout, *, filled: bool = True
+) -> tuple[Backbone, Mesh, Engine, SequenceSplit, RunConfig]:
+    """filled: otherwise the weights are NaN, as new memory may be."""
     parallel = ParallelConfig(
         data=layout.data,
         sequence=layout.sequence,
@@ -194,6 +197,10 @@ def _parts(world: World, layout: Layout) -> tuple[Backbone, Mesh, Engine, Sequen
         budget = {"kind": "power_law", "factor": 3, "minimum": 16}
         changes |= {"num_heads": 4, "kvm": {"chunk": 16, "kv_heads": layout.kv_heads, "budget": budget}}
     model = tiny_model(list(layout.layers), **changes)
+    if not filled:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
     config = RunConfig(
         model=model.config,
         parallel=parallel,
