@@ -28,6 +28,7 @@ from parallel.placement import LOOPBACK
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # between the first failure and the kill of the ranks that are still there
 HANG_GRACE_SECONDS = 0.5
+KILL_SECONDS = 10.0  # of a killed process: one that a GPU's driver holds may never end
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 STRAY_VARIABLES = ("GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 SPEAKING_CODES = (
@@ -90,7 +91,11 @@ class Rank:
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            pid = self.process.pid
+            print(f"kvm-dist: rank {self.number} (pid {pid}) does not end, though killed", file=sys.stderr)
         if self.output is not None:
             self.output.join(timeout_seconds=2)
 

@@ -9,8 +9,11 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from launch.local import Rank
 
 RANK = """
 import os, signal, sys, time
@@ -226,6 +229,34 @@ def test_a_second_launch_of_a_live_run_is_refused(folder: Path) -> None:
     assert f"pid {process.pid} on this host" in err
     process.terminate()
     assert finish(process)[0] == 75
+
+
+class Held:
+    """A process that a driver holds: a GPU that has fallen off its bus answers nobody."""
+
+    pid, returncode = 4242, None
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def poll(self) -> None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self.sent.append(number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it never ends"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_a_rank_that_cannot_be_killed_is_named_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process: Any = Held()
+    Rank(3, process, tmp_path / "log", 0).kill()
+    assert process.sent == [signal.SIGKILL]
+    assert "rank 3 (pid 4242) does not end, though killed" in capsys.readouterr().err
 
 
 def test_a_worker_whose_launcher_is_gone_already_ends_at_once() -> None:
