@@ -1,6 +1,7 @@
 """The tables of `bench scaling`."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -44,9 +45,11 @@ def _steps(measured: Measured, machine: dict[str, Any]) -> Table:
     table.add_row(f"{setting.ranks} ranks, replayed", f"{timeline.seconds:.3f}", *[""] * 4)
     for rank in range(len(timeline.of_rank)):
         table.add_row(f"  rank {rank}", "", f"{timeline.busy_seconds(rank):.3f}", *[""] * 3)
+    by_heads = median(measured.heads_steps)
+    table.add_row(f"{setting.ranks} ranks by heads, measured", f"{by_heads:.3f}", *[""] * 4)
     table.caption = (
         f"speed-up measured {measured.speedup:.2f}, replayed {measured.modelled_speedup:.2f}; "
-        f"replay off by {measured.error:+.1%}"
+        f"replay off by {measured.error:+.1%}; by heads {measured.heads_speedup:.2f}"
     )
     table.caption_justify = "left"
     return table

@@ -113,6 +113,7 @@ def measured_from(tmp_path: Path, whole: float, together: float) -> Measured:
                 "link": LINK,
             }
         ],
+        "heads": [{"seconds": [30.0, 20.0, 24.0]}, {"seconds": [20.0, 25.0, 24.0]}],
     }
     for task, found in results.items():
         (tmp_path / task).mkdir()
@@ -124,6 +125,8 @@ def measured_from(tmp_path: Path, whole: float, together: float) -> Measured:
 def test_speedup_and_error_compare_medians(tmp_path: Path) -> None:
     measured = measured_from(tmp_path, whole=49.0, together=25.0)
     assert measured.speedup == 2.0
+    assert measured.heads_steps == [30.0, 25.0, 24.0]
+    assert measured.heads_speedup == 2.0
     assert measured.timeline.seconds == 10.0 + 20.0 + 1.0
     assert measured.error == pytest.approx(31 / 25 - 1)
     met = {goal.name: goal.met for goal in measured.goals()}
@@ -145,7 +148,7 @@ def test_the_tables_say_what_was_measured_and_which_goals_are_met(
         "one process, measured",
         "50.000",
         "speed-up measured 2.00",
-        "replay off by +24.0%",
+        "replay off by +24.0%; by heads 2.00",
         "not met",
     ):
         assert words in printed
@@ -188,11 +191,18 @@ def run_together(world: World, setting: Setting) -> dict[str, Any]:
     return tasks.together(setting, world, nothing)
 
 
+def run_heads(world: World, setting: Setting) -> dict[str, Any]:
+    return tasks.heads(setting, world, nothing)
+
+
 def test_ranks_alone_and_together_send_the_same_messages_and_fit_the_closed_forms(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         alone = ranks.run(run_alone, TINY)
         together = ranks.run(run_together, TINY)
-    measured = Measured(TINY, {"seconds": [1.0]}, alone, together)
+        heads = ranks.run(run_heads, TINY)
+    measured = Measured(TINY, {"seconds": [1.0]}, alone, together, heads)
+    assert len(measured.heads_steps) == TINY.steps
+    assert min(measured.heads_steps) > 0
     assert measured.spans[0][0] == 0
     assert measured.spans[-1][1] == TINY.tokens
     assert all(one.agrees for one in measured.counts)

@@ -48,12 +48,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of the three tasks: `whole` of its one process, the others of every process."""
+    """Results of the tasks: `whole` of its one process, the others of every process."""
 
     setting: Setting
     whole: dict[str, Any]
     alone: Sequence[dict[str, Any]]
     together: Sequence[dict[str, Any]]
+    heads: Sequence[dict[str, Any]]
 
     @classmethod
     def read(cls, setting: Setting, folders: dict[str, Path]) -> "Measured":
@@ -61,7 +62,7 @@ class Measured:
             task: [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("rank-*.json"))]
             for task, folder in folders.items()
         }
-        return cls(setting, found["whole"][0], found["alone"], found["together"])
+        return cls(setting, found["whole"][0], found["alone"], found["together"], found["heads"])
 
     @property
     def whole_seconds(self) -> float:
@@ -76,6 +77,15 @@ class Measured:
     @property
     def together_seconds(self) -> float:
         return median(self.together_steps)
+
+    @property
+    def heads_steps(self) -> list[float]:
+        """The same of ranks that split KVM by heads."""
+        return [max(ranks) for ranks in zip(*(one["seconds"] for one in self.heads), strict=True)]
+
+    @property
+    def heads_speedup(self) -> float:
+        return self.whole_seconds / median(self.heads_steps)
 
     @property
     def speedup(self) -> float:
@@ -142,6 +152,8 @@ class Measured:
             "one_process_seconds": self.whole["seconds"],
             "ranks_seconds": self.together_steps,
             "speedup": self.speedup,
+            "by_heads_seconds": self.heads_steps,
+            "by_heads_speedup": self.heads_speedup,
             "replayed_seconds": self.timeline.seconds,
             "replayed_speedup": self.modelled_speedup,
             "replay_error": self.error,

@@ -35,8 +35,17 @@ Report = Callable[[], None]
 
 
 def whole(setting: Setting, world: World, report: Report) -> dict[str, Any]:
-    """One rank trains the whole sequence. seconds: of each step after the first."""
-    config = setting.task_config("whole")
+    """One rank trains the whole sequence."""
+    return _timed(setting, setting.task_config("whole"), world, report)
+
+
+def heads(setting: Setting, world: World, report: Report) -> dict[str, Any]:
+    """One node of sequence ranks trains it, split by heads."""
+    return _timed(setting, setting.task_config("heads"), world, report)
+
+
+def _timed(setting: Setting, config: RunConfig, world: World, report: Report) -> dict[str, Any]:
+    """seconds: of each step after the first."""
     _, groups, engine = build_engine(config, world)
     split = sequence_split(config, Mesh.build(world, config.parallel))
     step, batch = TrainStep(config, engine, groups, split), [_batch(setting)]
@@ -204,6 +213,7 @@ TASKS: dict[Task, Callable[[Setting, World, Report], dict[str, Any]]] = {
     "whole": whole,
     "alone": alone,
     "together": together,
+    "heads": heads,
 }
 
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from kvm_dist.config import RunConfig
 
 # whole: one rank trains the whole sequence; alone: every process runs the sequence ranks one after another;
-# together: sequence ranks train it, as in a real run.
-Task = Literal["whole", "alone", "together"]
+# together: sequence ranks train it, as in a real run; heads: as one node, whose members split KVM by heads.
+Task = Literal["whole", "alone", "together", "heads"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,13 @@ class Setting:
             return self.run_config(data=1, sequence=1)
         if task == "together":
             return self.run_config(data=1, sequence=self.ranks)
+        if task == "heads":
+            return self.run_config(data=1, sequence=self.ranks, head_parallel=self.ranks)
         return self.run_config(data=self.ranks, sequence=1, accumulation=self.ranks)
 
-    def run_config(self, data: int, sequence: int, accumulation: int = 1) -> RunConfig:
+    def run_config(
+        self, data: int, sequence: int, accumulation: int = 1, head_parallel: int = 1
+    ) -> RunConfig:
         """A run on data x sequence ranks. Raises ValueError if it cannot be."""
         model: dict[str, Any] = {
             "vocab_size": self.vocab_size,
@@ -57,6 +61,7 @@ class Setting:
         parallel: dict[str, Any] = {
             "data": data,
             "sequence": sequence,
+            "head_parallel": head_parallel,
             "zero_stage": self.zero_stage,
             "shards": self.shards,
             "threads_per_rank": 1,
