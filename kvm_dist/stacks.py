@@ -22,6 +22,8 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _TRAINS = "trainer.py"  # the thread that runs the steps has it in its stack
 _WAITS = (
     "torch/distributed/",
+    "torch/cuda/streams.py",  # for the device, which waits for other ranks
+    "deepspeed/",  # the same, in reading a norm
     "parallel/collectives.py",
     "parallel/sequence/exchange.py",
     "parallel/sequence/all_to_all.py",

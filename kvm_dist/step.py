@@ -142,17 +142,16 @@ class TrainStep:
             total += loss_sum.detach()
             if number == len(local) - 1 and loss_limit is not None:
                 self.beat("reduce")
-                so_far = collectives.sum(total.clone())
                 with self._host.waiting():
-                    too_much = float(so_far) / tokens > loss_limit
+                    too_much = float(collectives.sum(total.clone())) / tokens > loss_limit
                 if too_much:
                     loss_sum = loss_sum * math.nan
             self.beat("backward")
             self.engine.backward(loss_sum / tokens)
             self.split.release()
         self.beat("reduce")
-        shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
         with self._host.waiting():
+            shared = collectives.sum(torch.stack([total, total.new_tensor(float(stop_requested))]))
             loss_of_all, stop = shared.tolist()
         return loss_of_all / tokens, bool(stop)
 

@@ -74,7 +74,15 @@ def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: Group) -
     reduced = tensor.detach().clone()
     if size(group) > 1:
         dist.all_reduce(reduced, operation, group=group)
+        _wait_for(reduced)
     return reduced
+
+
+def _wait_for(tensor: Tensor) -> None:
+    """On a GPU too the host waits for other ranks here, and not where it reads the numbers: whoever looks at
+    the stacks of a hang, or at a clock, sees what it waits for."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _device(group: Group) -> torch.device:

@@ -29,6 +29,9 @@ SWAPPING = WAITING.replace(
 )
 
 
+READING = WAITING.replace("/lib/torch/distributed/distributed_c10d.py", "/lib/deepspeed/runtime/utils.py")
+
+
 def beat(rank: int, **changes: object) -> Beat:
     """Of a process that lives: this one."""
     own = process_start(os.getpid()) or 0
@@ -78,7 +81,9 @@ def test_a_rank_that_has_ended_is_not_the_silent_one(tmp_path: Path) -> None:
     assert find_silent([beat(0), beat(1, phase="end", pid=2**22 + 1)], stacks, 2, 1).rank == 0
 
 
-@pytest.mark.parametrize(("text", "waits"), [(WAITING, True), (SWAPPING, True), (BUSY, False), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "waits"), [(WAITING, True), (SWAPPING, True), (READING, True), (BUSY, False), ("", None)]
+)
 def test_only_the_thread_that_trains_counts_as_waiting(text: str, waits: bool | None) -> None:
     assert is_waiting(text) is waits
 

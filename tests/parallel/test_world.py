@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +201,18 @@ def test_the_engine_takes_the_gpu_that_the_rank_has(
     device = _device("cuda", placement)
     with _environment_kept_on_failure(placement, device):
         assert (taken, device.index, os.environ["LOCAL_RANK"]) == ([number], number, str(number))
+
+
+def test_on_a_gpu_too_the_host_waits_for_others_where_their_numbers_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for is_cuda in (False, True):
+        tensor: Any = SimpleNamespace(is_cuda=is_cuda, device="cuda:0")
+        collectives._wait_for(tensor)
+    assert waited == ["stream"]
 
 
 def two_ranks() -> list[Placement]:
