@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from kvm_dist.agreement import on_rank_zero
 from kvm_dist.attempts import current_attempt
 from kvm_dist.checkpoint.load import LoadedCheckpoint
@@ -30,6 +32,7 @@ from kvm_dist.layout_record import layout_record, note_layout
 from kvm_dist.load import LoadedConfig, dump_config
 from kvm_dist.metrics import rewind, truncate_after
 from kvm_dist.origin import Origin
+from kvm_dist.out_of_memory import out_of_memory
 from kvm_dist.progress import Progress
 from kvm_dist.reporting import Reporter
 from kvm_dist.run_directory import RunDirectory
@@ -108,6 +111,8 @@ def _train(
             heartbeat.beat("end")
             if world.rank == 0:
                 _draw(directory, tracker)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, world.rank) from error
     except (TimeoutError, RuntimeError) as error:
         hang = hang_behind(error, world.rank, config.parallel.timeout_seconds)
         if hang is None:
