@@ -109,3 +109,11 @@ def read(model: Backbone, input_ids: Tensor, cache: CachedSequence) -> Tensor:
     logits: Tensor = model(input_ids, cache)
     cache.advance(input_ids.shape[1])
     return logits
+
+
+def read_last(model: Backbone, input_ids: Tensor, cache: CachedSequence) -> Tensor:
+    """Logits [B, V] of the token after input_ids [B, T], which the cache then holds; no others are formed."""
+    features = model.features(input_ids, cache)
+    cache.advance(input_ids.shape[1])
+    logits: Tensor = model.head(features[:, -1])
+    return logits

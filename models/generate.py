@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from models.backbone import Backbone
-from models.cache import CachedSequence, read
+from models.cache import CachedSequence, read_last
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def generate(
     if tokens == 0:
         return prompt_ids[:0]
     cache = CachedSequence()
-    logits = read(model, prompt_ids.unsqueeze(0), cache)[0, -1]
+    logits = read_last(model, prompt_ids.unsqueeze(0), cache)[0]
     return go_on(model, cache, logits, tokens, temperature, generator)
 
 
@@ -39,7 +39,7 @@ def go_on(
     """
     chosen = [_choose(logits, temperature, generator)]
     while len(chosen) < tokens:
-        logits = read(model, chosen[-1].to(logits.device).unsqueeze(0), cache)[0, -1]
+        logits = read_last(model, chosen[-1].to(logits.device).unsqueeze(0), cache)[0]
         chosen.append(_choose(logits, temperature, generator))
     return torch.cat(chosen).to(logits.device)
 

@@ -12,30 +12,19 @@ from kvm_dist.evaluate.session import Evaluation
 from kvm_dist.exit_codes import NotFinite
 from kvm_dist.run_directory import RunDirectory
 from models.backbone import Backbone
-from parallel.sequence.context import WholeSequence
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.support.one_rank import whole_sequences
 
 TOKENS = 32
 
 
 def evaluation_of(model: Backbone, folder: Path) -> Evaluation:
-    split = SimpleNamespace(
-        sequence_length=TOKENS,
-        start=0,
-        stop=TOKENS,
-        device=torch.device("cpu"),
-        inputs=lambda tokens: tokens,
-        labels=lambda labels: labels,
-        context=WholeSequence,
-        drain=lambda: None,
-        mesh=SimpleNamespace(world=SimpleNamespace(rank=0)),
-    )
     return Evaluation(
         EvaluationConfig(validation_sequences=1),
         cast(Any, SimpleNamespace(module=model)),
         model,
         cast(Any, [MicroBatch(*tiny_batch(TOKENS))]),
-        cast(Any, split),
+        whole_sequences(model.config, TOKENS),
         build_tokenizer("bytes"),
         RunDirectory(folder),
     )

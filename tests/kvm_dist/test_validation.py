@@ -1,8 +1,5 @@
 """Held-out losses by chunks of the head: the same numbers, in no more memory than a step needs."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -11,12 +8,12 @@ from kvm_dist.config import DataConfig, RunConfig, TrainConfig
 from kvm_dist.data.loader import MicroBatch
 from kvm_dist.evaluate.validation import LOSS_CHUNK, POSITION_BLOCKS, validate
 from kvm_dist.plan import make_plan
-from kvm_dist.sequence_split import SequenceSplit
 from models.backbone import Backbone
 from models.loss import token_losses
 from parallel.sequence.context import WholeSequence
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.support.live_bytes import LiveBytes
+from tests.support.one_rank import whole_sequences
 
 VOCABULARY = 4096
 TOKENS = 1536  # more than a chunk
@@ -26,25 +23,10 @@ def model_of_many_words() -> Backbone:
     return tiny_model(["kvm", "rwkv7"], vocab_size=VOCABULARY)
 
 
-def whole_sequences() -> SequenceSplit:
-    split = SimpleNamespace(
-        sequence_length=TOKENS,
-        start=0,
-        stop=TOKENS,
-        device=torch.device("cpu"),
-        inputs=lambda tokens: tokens,
-        labels=lambda labels: labels,
-        context=WholeSequence,
-        release=lambda: None,
-        drain=lambda: None,
-    )
-    return cast(SequenceSplit, cast(Any, split))
-
-
 @pytest.mark.parametrize("chunk", [None, 96, 1000, 10**6])
 def test_losses_by_position_are_those_of_all_logits(chunk: int | None) -> None:
     model, batch = model_of_many_words(), MicroBatch(*tiny_batch(TOKENS))
-    found = validate(model, [batch], whole_sequences(), chunk)
+    found = validate(model, [batch], whole_sequences(model.config, TOKENS), chunk)
     with torch.no_grad():
         logits = model(batch.inputs, WholeSequence())
     losses = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").double()
@@ -59,7 +41,7 @@ def test_losses_by_position_are_those_of_all_logits(chunk: int | None) -> None:
 @pytest.mark.parametrize("chunk", [None, 96])
 def test_validating_needs_no_more_memory_than_a_step_and_than_is_planned(chunk: int | None) -> None:
     model, batch = model_of_many_words(), MicroBatch(*tiny_batch(TOKENS, 1))
-    split = whole_sequences()
+    split = whole_sequences(model.config, TOKENS)
     with LiveBytes() as validating:
         validate(model, [batch], split, chunk)
     with LiveBytes() as stepping:

@@ -4,6 +4,7 @@ import torch
 from models.generate import generate
 from parallel.sequence.context import WholeSequence
 from tests.models.tiny import HYBRID, tiny_batch, tiny_model
+from tests.support.live_bytes import LiveBytes
 
 
 def test_greedy_text_is_what_whole_forwards_choose() -> None:
@@ -27,6 +28,13 @@ def test_sampling_depends_on_its_generator_and_leaves_the_global_one_alone() -> 
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
+
+
+def test_a_prompt_is_read_without_logits_of_all_its_tokens() -> None:
+    model, prompt = tiny_model(["kvm", "rwkv7"], vocab_size=8192), tiny_batch(700)[0][0]
+    with LiveBytes() as reading:
+        generate(model, prompt, 2, 0, torch.Generator())
+    assert reading.peak < 4 * 8192 * len(prompt) / 4
 
 
 def test_an_empty_prompt_is_refused() -> None:
