@@ -66,6 +66,11 @@ def join_world(
     )
     if backend == "nccl" and torch_device.type != "cuda":
         raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
+    if backend == "gloo" and torch_device.type == "cuda" and config.sequence > 1:
+        raise ValueError(
+            "parallel.backend=gloo takes messages between sequence ranks from a CPU's memory; this run is on "
+            "GPUs: use nccl or auto"
+        )
     shared = _threads(placement)
     torch.set_num_threads(config.threads_per_rank or threads_from_environment(os.environ) or shared)
     if torch_device.type == "cpu":
@@ -174,7 +179,8 @@ def _environment_kept_on_failure(placement: Placement, device: torch.device) -> 
     if device.type == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"
     if address == LOOPBACK and placement.local_size == placement.size and os.path.isdir("/sys/class/net/lo"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: nothing listens to the outside
+        # One machine: nothing listens to the outside.
+        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = "lo"
     _replaced_variables.update(
         {name: os.environ.get(name) for name in variables if name not in _replaced_variables}
     )

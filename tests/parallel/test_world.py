@@ -203,6 +203,25 @@ def test_the_engine_takes_the_gpu_that_the_rank_has(
         assert (taken, device.index, os.environ["LOCAL_RANK"]) == ([number], number, str(number))
 
 
+def test_gloo_is_not_given_the_memory_of_a_gpu_to_send(alone: pytest.MonkeyPatch) -> None:
+    """It would read it as its own."""
+    alone.setattr("parallel.world._device", lambda wanted, placement: torch.device("cuda", 0))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        alone.setenv(name, value)
+    with pytest.raises(ValueError, match="use nccl or auto"):
+        join_world(ParallelConfig(sequence=2, backend="gloo"), "cuda")
+
+
+@pytest.mark.parametrize("local_size", [8, 4])
+def test_on_one_machine_nothing_listens_to_the_outside(local_size: int, alone: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        alone.delenv(name, raising=False)
+    placement = Placement(rank=0, size=8, local_rank=0, local_size=local_size)
+    with _environment_kept_on_failure(placement, torch.device("cpu")):
+        assert [os.environ.get(name) for name in names] == [None if local_size < 8 else "lo"] * 2
+
+
 def test_on_a_gpu_too_the_host_waits_for_others_where_their_numbers_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
