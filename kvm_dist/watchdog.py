@@ -18,14 +18,23 @@ from kvm_dist.stragglers import Stragglers
 
 _PEERS_SECONDS = 3.0  # until a rank that has not found the hang itself ends, too
 _POLL_SECONDS = 0.25
-_LONG_PHASES = {"start": float("inf"), "evaluate": 10.0, "save": 10.0, "end": float("inf")}  # x the patience
+_LONG_PHASES = {"start": 10.0, "evaluate": 10.0, "save": 10.0, "end": float("inf")}  # x the patience
+
+
+def longest(phase: str, ranks: int) -> float:
+    """How often the timeout fits into a phase.
+
+    A start, an evaluation and a save may take ten times as long: meanwhile the others wait in collectives,
+    which have a timeout of their own, but for NCCL's while it connects ranks. A rank that starts alone may
+    prepare data for hours.
+    """
+    return float("inf") if phase == "start" and ranks == 1 else _LONG_PHASES.get(phase, 1.0)
 
 
 class Watchdog:
     """A thread that looks at this rank's beats and, once they are late, at everybody's.
 
-    timeout_seconds: the longest phase of a step. Evaluation and saves may take ten times as long: meanwhile
-    the others wait in collectives, which have a timeout of their own.
+    timeout_seconds: the longest phase of a step.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class Watchdog:
         return time.monotonic() - max(self._heartbeat.beaten, self._excused)
 
     def _patience(self) -> float:
-        return self._timeout * _LONG_PHASES.get(self._heartbeat.phase, 1.0)
+        return self._timeout * longest(self._heartbeat.phase, self._ranks)
 
     def _hang(self) -> None:
         self._stacks.dump()
