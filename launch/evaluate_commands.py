@@ -51,7 +51,9 @@ def evaluate(targets: Sequence[str], task_name: str, out: Path | None, options: 
     taken: dict[Path, Path] = {}
     records = [_evaluate_one(task, task_name, path, overrides, out, options, taken) for path in paths]
     if len(records) > 1:
-        _draw(task, records, (out or Path(EVALUATIONS)) / f"{task.name}-{len(records)}-compared.png")
+        compared = (out or Path(EVALUATIONS)) / f"{task.name}-{len(records)}-compared.png"
+        for picture in _draw(task, records, compared):
+            print(picture)
 
 
 def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -94,14 +96,16 @@ def _evaluate_one(
     record = record_of(subject, opened, outcome, time.monotonic() - begun)
     earlier = keep_earlier(written, record)
     write_record(record, written)
-    _print_table(subject, opened.step, outcome)
-    print(written)
     pictures = _draw(task, [record], pictured)
-    _track(subject, opened, outcome, [written, *pictures])
     if earlier is not None:
         print(f"kvm-dist: earlier results of another question are kept: {earlier}", file=sys.stderr)
         if kept := read_records(earlier.parent).get(earlier):
             _draw(task, [kept], pictured.with_name(f"{earlier.stem}.png"))
+    try:
+        _print_table(subject, opened.step, outcome)
+        print(*[written, *pictures], sep="\n")
+    finally:  # though nobody may read on
+        _track(subject, opened, outcome, [written, *pictures])
     return record
 
 
@@ -135,12 +139,9 @@ class _Shown:
 
 def _draw(task: Task, records: Sequence[Record], path: Path) -> list[Path]:
     try:
-        pictures = task.draw(records, path)
+        return task.draw(records, path)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; give --out DIR") from error
-    for picture in pictures:
-        print(picture)
-    return pictures
 
 
 def _print_table(subject: Subject, step: int, outcome: Outcome) -> None:

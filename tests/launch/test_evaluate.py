@@ -109,6 +109,20 @@ def test_kept_results_keep_their_picture(tiny_run: TinyRun) -> None:
     assert {path.stem for path in Path("out").glob("*.png")} == names
 
 
+def test_a_reader_who_has_enough_costs_no_results(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_reads(*_: object) -> None:
+        raise SystemExit(141)
+
+    tracked: list[Path] = []
+    monkeypatch.setattr("launch.evaluate_commands._print_table", nobody_reads)
+    monkeypatch.setattr("launch.evaluate_commands._track", lambda *given: tracked.extend(given[-1]))
+    options = Options(minimum_tokens=800, block_tokens=200, limit=1)
+    with pytest.raises(SystemExit):
+        evaluate([str(tiny_run.directory)], "position-loss", Path("out"), options)
+    assert sorted(Path("out").iterdir()) == sorted(tracked)
+    assert len(tracked) == 2
+
+
 def test_whatever_lies_where_results_go_is_kept(tiny_run: TinyRun) -> None:
     path = Path("out/perplexity-tiny-step-00000050.json")
     path.parent.mkdir()
