@@ -87,6 +87,8 @@ def deepspeed_settings(
         "zero_optimization": _zero_settings(config.zero_stage, bucket),
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
+        # By itself it stops the device at every micro-batch, and with it messages that nobody has taken yet.
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
     }
 
 

@@ -213,6 +213,28 @@ def test_loading_gives_the_same_forward_at_every_stage(two_ranks: Ranks) -> None
     assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
+def times_that_the_device_is_stopped(world: World, case: Case, steps: int) -> int:
+    engine = make_engine(world, case)
+    from deepspeed.accelerator import get_accelerator
+
+    device, stopped = get_accelerator(), 0
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped += 1
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(device, "synchronize", stop)
+        for step in range(steps):
+            engine_step(engine, world, case, step)
+    return stopped
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_step_stops_the_device(one_rank: Ranks, stage: int) -> None:
+    assert one_rank.run(times_that_the_device_is_stopped, Case(stage, accumulation=2), 4) == [0]
+
+
 def described(world: World, case: Case) -> dict[str, str | int | float]:
     return make_engine(world, case).describe()
 
