@@ -15,6 +15,7 @@ from kvm_dist.bench.scaling.calibrate import (
     operation_between,
     operation_seconds,
 )
+from kvm_dist.bench.scaling.extrapolate import BY_HEADS, WAVE
 from kvm_dist.bench.scaling.measured import Measured
 from kvm_dist.bench.scaling.program import Begin, End, Receive, Send, Work
 from kvm_dist.bench.scaling.results import Results
@@ -173,6 +174,13 @@ def test_the_command_writes_numbers_and_pictures_and_refuses_what_cannot_be_meas
     assert written["measured"] is None
     assert {row["tokens"] for row in written["modelled"]} == {32_768}
     assert {goal["wanted"] for goal in written["goals"]} == {0.95}
+    assert len(written["goals"]) == 4  # of each device the best settings of a chain and of two levels
+    for goal in written["goals"]:
+        name = BY_HEADS if "2-D" in goal["name"] else WAVE
+        alike = (
+            row for row in written["modelled"] if row["method"] == name and row["device"] in goal["name"]
+        )
+        assert goal["got"] == pytest.approx(max(row["efficiency"] for row in alike))
     for picture in (path.with_suffix(".png"), path.with_name("scaling-wavefront.png")):
         assert picture.stat().st_size > 20_000
     with pytest.raises(ConfigError, match=r"bench scaling --tokens 64: data.sequence_length=64 is too short"):

@@ -106,6 +106,10 @@ class Headline:
     wanted: float
     accumulation: Accumulation = ONE
 
+    def is_of(self, row: Modelled) -> bool:
+        own = (self.method, self.tokens, self.ranks, self.sequences, self.accumulation)
+        return own == (row.method, row.tokens, row.ranks, row.sequences, row.accumulation)
+
     @property
     def label(self) -> str:
         batch = "" if self.sequences == 1 else f", {self.sequences} sequences"
