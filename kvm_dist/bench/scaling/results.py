@@ -12,12 +12,12 @@ from kvm_dist.bench.scaling.extrapolate import HEADLINES, WAVE, Modelled, Sensit
 from kvm_dist.bench.scaling.measured import Goal, Measured
 
 MODELLED_NOTE = (
-    "modelled: replayed from assumed rates, not measured; forward and backward of one micro-batch unless it "
-    "says more, 7B parameters (32 layers, 32 heads of 128), bf16. Shards: of equal modelled time, nearly "
-    "those of parallel.growth_cost=3 to 3.5; by FLOPs: of the default 1. In turns: every second micro-batch "
-    "begins on the last rank (parallel.alternate_chain); more micro-batches in one direction are as efficient as "
-    "one, and turns gain nothing where ranks meet after every micro-batch, as at ZeRO 2 and 3. 2-D: KVM by "
-    "heads inside nodes of 8, which swap tensors beside their computing, or its routing alone "
+    "modelled: replayed from assumed rates, not measured; forward and backward of one micro-batch unless it"
+    " says more, 7B parameters (32 layers, 32 heads of 128), bf16. Shards: of equal modelled time, nearly "
+    "those of parallel.growth_cost=3 to 3.5; by FLOPs: of the default 1. In turns: every second micro-batch"
+    " begins on the last rank (parallel.alternate_chain); more micro-batches in one direction are as "
+    "efficient as one, and turns gain nothing where ranks meet after every micro-batch, as at ZeRO 2 and 3."
+    " 2-D: KVM by heads inside nodes of 8, which swap tensors beside their computing, or its routing alone "
     "(parallel.head_parallel, parallel.node_splits). Head groups: of the heads of one device "
     "(parallel.head_groups)"
 )
