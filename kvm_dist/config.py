@@ -166,6 +166,13 @@ class RunConfig(FrozenConfig):
         return self.run_root / self.name
 
     @property
+    def _swaps_heads(self) -> bool:
+        """Whether layers meet all sequence ranks: only keys have gradients that go from rank to rank."""
+        by_heads = any(self.model.layer_config(kind).reads_by_heads for kind in self.model.layer_kinds)
+        divided = self.model.num_heads % self.parallel.sequence == 0
+        return by_heads and divided and not self.parallel.truncate_gradients
+
+    @property
     def shards(self) -> SequenceShards:
         """What each sequence rank holds of a sequence."""
         return sequence_shards(
@@ -212,6 +219,12 @@ class RunConfig(FrozenConfig):
                     f"parallel.{name}={groups} is more than {key}={heads}: "
                     "every group holds at least one head"
                 )
+        if self.parallel.two_way_chain and self._swaps_heads:
+            yield (
+                "parallel.two_way_chain=true with full_attention: its "
+                f"model.num_heads={self.model.num_heads} are swapped among all parallel.sequence={ranks} "
+                "ranks, which would be in different micro-batches; use parallel.alternate_chain=true"
+            )
         together = self.parallel.head_groups * self.parallel.head_parallel
         if self.parallel.node_splits == "operator" and self.parallel.head_parallel <= heads < together:
             yield (

@@ -24,6 +24,7 @@ def layout_record(config: RunConfig, world: World) -> dict[str, float | str]:
         "parallel.head_parallel": parallel.head_parallel,
         "parallel.node_splits": parallel.node_splits,
         "parallel.alternate_chain": parallel.alternate_chain,
+        "parallel.two_way_chain": parallel.two_way_chain,
         "parallel.zero_stage": parallel.zero_stage,
         "parallel.bucket_elements": parallel.bucket_elements,
         "train.accumulation": config.train.accumulation,

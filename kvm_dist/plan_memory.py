@@ -10,13 +10,14 @@ of a number of the model's dtype (2 or 4) and the ZeRO stage z:
                         4 V where the loss is taken in chunks
     working             the larger of: t times gradients of the logits, or the logits of a chunk with theirs;
                         t times what one layer computes again
-    states              received from the rank or node before, copies of all that a step sends, and of
+    states              received from the rank or node before, copies of what two micro-batches send, and of
                         one layer at work the state and its gradient
 
+Where micro-batches go two ways, activations and states are those of a pair.
 What layers keep of a token is stated by their kinds and was measured; fused kernels keep less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvm_dist.config import RunConfig
 from kvm_dist.plan_messages import Traffic, element_bytes
@@ -48,7 +49,30 @@ class MemoryPlan:
 def rank_memory(
     config: RunConfig, costs: ModelCosts, shards: SequenceShards, sent: Traffic, sequences: int, rank: int
 ) -> MemoryPlan:
-    """Of sequence rank `rank`, which holds shards of `sequences` sequences at a time."""
+    """Of sequence rank `rank`, which holds shards of `sequences` sequences at a time.
+
+    Where micro-batches go two ways, of the rank that has shard `rank` of one and its mirror of the other.
+    """
+    mirror = len(shards.spans) - 1 - rank
+    held = (rank, mirror) if _held_together(config) == 2 else (rank,)
+    one_way = [_one_micro_batch(config, costs, shards, sent, sequences, place) for place in held]
+    return replace(
+        one_way[0],
+        activations=sum(one.activations for one in one_way),
+        working=max(one.working for one in one_way),
+        states=sum(one.states for one in one_way),
+    )
+
+
+def _held_together(config: RunConfig) -> int:
+    """Micro-batches between whose forward and backward a rank is at the same time."""
+    parallel = config.parallel
+    return 2 if parallel.two_way_chain and parallel.sequence > 1 and config.train.accumulation > 1 else 1
+
+
+def _one_micro_batch(
+    config: RunConfig, costs: ModelCosts, shards: SequenceShards, sent: Traffic, sequences: int, rank: int
+) -> MemoryPlan:
     parallel, count = config.parallel, costs.parameters
     width, stage, ranks = element_bytes(parallel), parallel.zero_stage, parallel.world_size
     masters = 0 if stage == 0 else 4 * count  # stage 0 updates the float32 weights themselves
@@ -70,10 +94,11 @@ def rank_memory(
 
 
 def _states(config: RunConfig, shards: SequenceShards, sent: Traffic, rank: int) -> int:
-    """Of one sequence; what was sent is kept until the next micro-batch ends."""
+    """Of one sequence; what was sent is kept until the next micro-batch, or the next pair, ends."""
     model = config.model
     at_work = 2 * 4 * max(_state_numbers(config, shards, kind, rank) for kind in set(model.layer_kinds))
-    return at_work + sent.received[rank] + min(config.train.accumulation, 2) * sent.sent[rank]
+    rounds = -(-config.train.accumulation // _held_together(config))
+    return at_work + sent.received[rank] + min(rounds, 2) * sent.sent[rank]
 
 
 def _state_numbers(config: RunConfig, shards: SequenceShards, kind: str, rank: int) -> int:

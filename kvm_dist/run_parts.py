@@ -79,6 +79,7 @@ def sequence_split(config: RunConfig, mesh: Mesh) -> SequenceSplit:
         head_parallel=parallel.head_parallel,
         node_splits=parallel.node_splits,
         alternate=parallel.alternate_chain,
+        in_two_ways=parallel.two_way_chain,
     )
 
 

@@ -1,11 +1,13 @@
 """The part of every sequence that this rank holds, and the context its layers get."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvm_dist.rounds import Round, one_way, two_way
 from models.loss import IGNORED_LABEL
 from models.sequence_shards import SequenceShards
 from parallel.config import NodeSplits
@@ -30,7 +32,8 @@ class SequenceSplit:
     truncate_gradients: states travel over the shard edges, their gradients do not. head_groups: messages in
     which layers hand over a state. head_parallel: ranks of a node, which splits by heads what `node_splits`
     says. alternate: micro-batches 1, 3, 5, ... of a step lie on the ranks the other way round, shard r on
-    rank R - 1 - r: who ends the backward of one first begins the forward of the next at once.
+    rank R - 1 - r: who ends the backward of one first begins the forward of the next at once. in_two_ways:
+    they do so in pairs, both at the same time.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SequenceSplit:
         head_parallel: int = 1,
         node_splits: NodeSplits = "operator",
         alternate: bool = False,
+        in_two_ways: bool = False,
     ) -> None:
         if len(shards.spans) != mesh.sequence_size:
             raise ValueError(f"{len(shards.spans)} shards for {mesh.sequence_size} sequence ranks")
@@ -52,9 +56,10 @@ class SequenceSplit:
         self.start, self.stop = self.spans[mesh.sequence_rank]
         self.device: torch.device = mesh.world.device
         self._truncates = truncate_gradients
+        self._two_way, self._node_ranks = in_two_ways and mesh.sequence_size > 1, head_parallel
         self._ways: list[_Way] = []
         if mesh.sequence_size > 1:
-            meshes = (mesh, mesh.turned()) if alternate else (mesh,)
+            meshes = (mesh, mesh.turned()) if alternate or in_two_ways else (mesh,)
             heads = (head_groups, head_parallel, node_splits)
             self._ways = [_Way.along(one, self.spans, *heads) for one in meshes]
 
@@ -83,6 +88,12 @@ class SequenceSplit:
             None if self._truncates else way.all_to_all,
             head_split=named_split(way.head_split, suffix=suffix),
         )
+
+    def rounds(self, micro_batches: int) -> Iterator[Round]:
+        """The micro-batches of a step in the order in which this rank runs them."""
+        if not self._two_way:
+            return one_way(micro_batches)
+        return two_way(micro_batches, self.mesh.sequence_rank, self.mesh.sequence_size, self._node_ranks)
 
     @property
     def waited_seconds(self) -> float:

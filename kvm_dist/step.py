@@ -136,18 +136,22 @@ class TrainStep:
         not finite is what the engine takes back whole, at every stage.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.split.device)
-        for number, (inputs, labels) in enumerate(local):
-            self.beat("forward")
-            loss_sum = self._loss_sum(inputs, labels, number)
-            total += loss_sum.detach()
-            if number == len(local) - 1 and loss_limit is not None:
+        for forwards, backwards in self.split.rounds(len(local)):
+            losses: dict[int, Tensor] = {}
+            for number in forwards:
+                self.beat("forward")
+                losses[number] = self._loss_sum(*local[number], number)
+            for number in sorted(losses):
+                total += losses[number].detach()
+            if len(local) - 1 in losses and loss_limit is not None:
                 self.beat("reduce")
                 with self._host.waiting():
                     too_much = float(collectives.sum(total.clone())) / tokens > loss_limit
                 if too_much:
-                    loss_sum = loss_sum * math.nan
-            self.beat("backward")
-            self.engine.backward(loss_sum / tokens)
+                    losses = {number: loss * math.nan for number, loss in losses.items()}
+            for number in backwards:
+                self.beat("backward")
+                self.engine.backward(losses.pop(number) / tokens)
             self.split.release()
         self.beat("reduce")
         with self._host.waiting():

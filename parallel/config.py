@@ -50,6 +50,11 @@ class ParallelConfig(FrozenConfig):
         description="true: every second micro-batch of a step begins on the last sequence rank: ranks wait "
         "half as long at ZeRO 0 and 1",
     )
+    two_way_chain: bool = Field(
+        False,
+        description="true: micro-batches go in pairs, one from either end of the sequence ranks at the same "
+        "time; ranks hardly wait, and hold two micro-batches; ZeRO 0 and 1",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage over all ranks")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of weights in the forward"
@@ -82,6 +87,21 @@ class ParallelConfig(FrozenConfig):
             raise ValueError(
                 f"parallel.head_parallel={self.head_parallel} does not divide "
                 f"parallel.sequence={self.sequence}; every node has as many sequence ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _two_ways_meet_nowhere(self) -> "ParallelConfig":
+        if self.two_way_chain and self.alternate_chain:
+            raise ValueError(
+                "parallel.two_way_chain=true begins every second micro-batch on the last sequence rank, too; "
+                "leave out parallel.alternate_chain"
+            )
+        if self.two_way_chain and self.zero_stage > 1:
+            raise ValueError(
+                f"parallel.two_way_chain=true with parallel.zero_stage={self.zero_stage}: ranks would meet "
+                "in every layer, each in another micro-batch; use parallel.zero_stage=1 or "
+                "parallel.alternate_chain=true"
             )
         return self
 

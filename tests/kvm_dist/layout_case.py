@@ -41,6 +41,7 @@ class Layout:
     balanced: bool = True
     truncate_gradients: bool = False
     alternate: bool = False
+    two_way: bool = False
     head_parallel: int = 1
     loss_chunk: int | None = None
     kv_heads: int | None = None
@@ -119,6 +120,29 @@ def gated_step(world: World, layout: Layout, folder: Path) -> list[Message]:
     step = TrainStep(config, engine, parameter_groups(model), split)
     step(_micro_batches(inputs, labels, layout, mesh.data_rank), 0, stop_requested=False)
     return recorded[1].messages
+
+
+def first_forwards(world: World, layout: Layout, folder: Path, waiting: int) -> list[str]:
+    """A step in which rank `waiting` begins no forward before the other rank has ended one."""
+    model, mesh, engine, split, config = _parts(world, layout)
+    gates, ended = FileGates(folder, timeout_seconds=8), list[str]()
+
+    def begin(*_: Any) -> None:
+        if world.rank == waiting and not ended:
+            gates.wait("first forward")
+
+    def end(*_: Any) -> None:
+        ended.append("forward")
+        if world.rank != waiting:
+            gates.open("first forward")
+
+    model.embedding.register_forward_pre_hook(begin)
+    model.norm_head.register_forward_pre_hook(end)
+    model.norm_embedding.register_full_backward_pre_hook(lambda *_: ended.append("backward"))
+    inputs, labels = tiny_batch(layout.tokens, layout.sequences)
+    step = TrainStep(config, engine, parameter_groups(model), split)
+    step(_micro_batches(inputs, labels, layout, mesh.data_rank), 0, stop_requested=False)
+    return ended
 
 
 def _record(split: SequenceSplit, mesh: Mesh) -> list[RecordedExchange]:
@@ -222,6 +246,7 @@ def _parts(
         truncate_gradients=layout.truncate_gradients,
         head_parallel=layout.head_parallel,
         alternate=layout.alternate,
+        in_two_ways=layout.two_way,
     )
     return model, mesh, _engine(config, model, world), split, config
 

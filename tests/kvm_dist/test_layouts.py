@@ -42,6 +42,10 @@ LAYOUTS = [
     Layout(sequence=2, head_parallel=2, zero_stage=3, activation_checkpointing=True),
     Layout(sequence=2, data=2, head_parallel=2, zero_stage=2, accumulation=3),
     Layout(sequence=4, head_parallel=2, accumulation=2, alternate=True, activation_checkpointing=True),
+    Layout(sequence=2, accumulation=3, two_way=True),
+    Layout(data=2, sequence=2, accumulation=6, zero_stage=0, two_way=True, activation_checkpointing=True),
+    Layout(sequence=3, accumulation=2, two_way=True, loss_chunk=100),
+    Layout(sequence=4, head_parallel=2, accumulation=4, two_way=True),
     Layout(loss_chunk=100, zero_stage=0),
     Layout(loss_chunk=100, data=2, accumulation=3),
     Layout(loss_chunk=100, sequence=2, zero_stage=2, activation_checkpointing=True),
@@ -74,6 +78,7 @@ ODD_LAYOUTS = [
     replace(ODD, sequence=3),
     replace(ODD, sequence=4, zero_stage=2),
     replace(ODD, sequence=4, head_parallel=2),
+    replace(ODD, sequence=4, accumulation=2, two_way=True),
     replace(ODD, sequence=2, data=2, balanced=False),
 ]
 
@@ -197,6 +202,7 @@ MOVES = [
     (Layout(sequence=2, zero_stage=3), Layout(data=2, zero_stage=0, accumulation=2)),
     (Layout(data=2, zero_stage=2), Layout(sequence=2, head_parallel=2, accumulation=2, alternate=True)),
     (Layout(sequence=2, head_parallel=2, accumulation=4, alternate=True, zero_stage=0), Layout(data=2)),
+    (Layout(sequence=2, accumulation=2, two_way=True), Layout(data=2, zero_stage=2)),
 ]
 HYBRIDS = [
     {"layers": ("kvm", "rwkv7", "kvm"), "kv_heads": 2, "tokens": 177},
