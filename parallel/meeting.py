@@ -5,9 +5,10 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
 
@@ -127,6 +128,49 @@ def _open_store(opening: "Future[dist.Store]", address: str, port: int, timeout_
         opening.set_exception(error)
 
 
+def prepare_after_first(
+    store: dist.Store, placement: Placement, prepare: Callable[[], None], timeout_seconds: float
+) -> None:
+    """`prepare`, once the first rank of the node has ended its own: what that compiled is on the node's disk,
+    and what it measured is what all choose by. Raises a ConnectionError that names the first rank."""
+    key = f"prepared/{placement.node}"
+    if placement.local_rank > 0:
+        with _rank_zero_named(placement):
+            prepared = _is_set(store, key, time.monotonic() + timeout_seconds)
+        if not prepared:
+            raise ConnectionError(
+                f"rank {placement.rank}: rank {placement.rank - placement.local_rank}, the first of its "
+                f"node, is not ready after {timeout_seconds:g} s (parallel.compile_timeout_seconds): it "
+                "compiles kernels, or has ended; see its log"
+            )
+    prepare()
+    if placement.local_rank == 0:
+        store.set(key, "")
+
+
+def _is_set(store: dist.Store, key: str, deadline: float) -> bool:
+    """False after the deadline."""
+    pause = _POLL_SECONDS
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
+    return True
+
+
+@contextmanager
+def _rank_zero_named(placement: Placement) -> Iterator[None]:
+    """The store has ended with rank 0."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"rank {placement.rank}: rank 0 has ended before all ranks were ready "
+            f"({str(error).splitlines()[0]}); see its log"
+        ) from error
+
+
 def wait_until_ready(store: dist.Store, placement: Placement, timeout_seconds: float) -> None:
     """Returns once every rank has called this, or raises a ConnectionError that names those that have not.
 
@@ -134,7 +178,7 @@ def wait_until_ready(store: dist.Store, placement: Placement, timeout_seconds: f
     of another kind.
     """
     deadline = time.monotonic() + timeout_seconds
-    try:
+    with _rank_zero_named(placement):
         if not _all_signed(store, placement, "ready", deadline):
             missing = _missing(store, placement, "ready")
             raise ConnectionError(
@@ -142,11 +186,6 @@ def wait_until_ready(store: dist.Store, placement: Placement, timeout_seconds: f
                 f"{timeout_seconds:g} s (parallel.compile_timeout_seconds): it compiles kernels, or has "
                 "ended; see its log"
             )
-    except RuntimeError as error:
-        raise ConnectionError(
-            f"rank {placement.rank}: rank 0 has ended before all ranks were ready "
-            f"({str(error).splitlines()[0]}); see its log"
-        ) from error
 
 
 def _all_signed(store: dist.Store, placement: Placement, sheet: str, deadline: float) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from parallel.allocator import keep_freed_memory
 from parallel.config import ParallelConfig
-from parallel.meeting import meet, wait_until_ready
+from parallel.meeting import meet, prepare_after_first, wait_until_ready
 from parallel.placement import LOOPBACK, Placement, threads_from_environment, world_from_environment
 
 __all__ = ["Device", "Placement", "World", "join_world", "leave_world", "world_from_environment"]
@@ -46,9 +47,11 @@ def join_world(
     """Meet the other ranks and create the default process group.
 
     Waits config.start_timeout_seconds at most. prepare: done by every rank on its device before there is a
-    group; ranks wait config.compile_timeout_seconds for each other to end it. Sets RANK, WORLD_SIZE,
-    LOCAL_RANK (deepspeed takes it for the number of the GPU), LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    (deepspeed looks for MPI without them), on a CPU DS_ACCELERATOR, and torch's thread count.
+    group, first by one of each node; ranks wait config.compile_timeout_seconds for each other to end it.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (deepspeed takes it for the number of the GPU), LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT (deepspeed looks for MPI without them), on a CPU DS_ACCELERATOR, and torch's
+    thread count.
 
     Raises ValueError when the launcher started another number of ranks than data x sequence or a variable is
     wrong, ConnectionError when rank 0 or a peer cannot be reached.
@@ -78,7 +81,8 @@ def join_world(
     with _environment_kept_on_failure(placement, torch_device):
         store = meet(placement, config.start_timeout_seconds)
         if prepare is not None:
-            prepare(torch_device)
+            own = partial(prepare, torch_device)
+            prepare_after_first(store, placement, own, config.compile_timeout_seconds)
             wait_until_ready(store, placement, config.compile_timeout_seconds)
         # NCCL's communicators are made through the store at their first use: who comes first waits there.
         store.set_timeout(timedelta(seconds=config.timeout_seconds))

@@ -2,12 +2,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from parallel import collectives
 from parallel.config import ParallelConfig
-from parallel.meeting import _connect, _resolved, _serve, wait_until_ready
+from parallel.meeting import _connect, _resolved, _serve, prepare_after_first, wait_until_ready
 from parallel.mesh import Mesh
 from parallel.placement import Placement, first_host, world_from_environment
 from parallel.world import (
@@ -247,6 +249,36 @@ def test_ranks_wait_for_one_that_prepares_longer() -> None:
         assert not waiting.done()
         wait_until_ready(store, second, 30)
         waiting.result(30)
+
+
+def test_one_rank_of_each_node_prepares_before_the_others() -> None:
+    """They find what it compiled, and choose by what it measured."""
+    store, ended = dist.HashStore(), list[int]()
+    ranks = [Placement(rank, 4, rank % 2, 2, rank // 2) for rank in range(4)]
+    may_end = threading.Event()
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            may_end.wait(30)
+        ended.append(rank)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, second, third, fourth = (
+            pool.submit(prepare_after_first, store, one, partial(prepare, one.rank), 30) for one in ranks
+        )
+        third.result(30)
+        fourth.result(30)
+        assert ended == [2, 3]
+        assert not second.done()
+        may_end.set()
+        first.result(30)
+        second.result(30)
+    assert ended == [2, 3, 0, 1]
+
+
+def test_a_first_rank_of_a_node_that_never_is_ready_is_named() -> None:
+    with pytest.raises(ConnectionError, match=r"rank 5: rank 4, the first of its node, is not ready"):
+        prepare_after_first(dist.HashStore(), Placement(5, 8, 1, 4, 1), lambda: None, 0.1)
 
 
 def test_a_rank_that_never_is_ready_is_named_to_all() -> None:
