@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         backend = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         yield Finding("device", "ok", f"{count} x {', '.join(names)} ({backend}, driver {_gpu_driver()})")
         yield from _check_kernel_cache()
+        yield from _check_c_compiler()
     elif config.device == "cuda":
         fix = "install a GPU build of torch, or set device=cpu"
         yield Finding("device", "fail", "device=cuda, but torch sees no GPU", fix)
@@ -62,6 +65,19 @@ def _check_kernel_cache() -> Iterator[Finding]:
         yield Finding("kernel cache", "warn", f"{cache} is on a network file system ({kind})", fix)
     else:
         yield Finding("kernel cache", "ok", f"{cache} ({kind})")
+
+
+def _check_c_compiler() -> Iterator[Finding]:
+    """Most versions of Triton build a small library in C on every node, before their first kernel."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    if compiler and header.is_file():
+        yield Finding("C compiler", "ok", f"{compiler}, {header}")
+        return
+    missing = "no gcc, no clang, CC is not set" if not compiler else f"no {header}"
+    fix = "install gcc and python3-dev (or module load them) on every node, unless your Triton needs neither"
+    yield Finding("C compiler", "warn", f"Triton may need one to start: {missing}", fix)
 
 
 def kernel_cache(environment: Mapping[str, str]) -> Path:

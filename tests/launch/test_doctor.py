@@ -180,12 +180,37 @@ def test_gpus_are_named_with_architecture_and_driver(tmp_path: Path, monkeypatch
     monkeypatch.setattr(doctor_devices, "DRIVERS", (tmp_path / "absent", driver))
     monkeypatch.setattr(doctor_devices, "file_system", lambda path: file_system(path, mounts))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    device, cache = check_devices(RunConfig())
+    device, cache, _ = check_devices(RunConfig())
     assert device.found.startswith("2 x AMD Instinct MI325X (gfx942) (")
     assert device.found.endswith(", driver 6.12.12)")
     assert (cache.level, "TRITON_CACHE_DIR" in cache.fix) == ("warn", True)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/var/cache")
     assert list(check_devices(RunConfig()))[1].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "headers", "level", "said"),
+    [(True, True, "ok", "/usr/bin/gcc"), (False, True, "warn", "no gcc"), (True, False, "warn", "Python.h")],
+)
+def test_what_triton_builds_in_c_needs_a_compiler_and_headers(
+    compiler: bool,
+    headers: bool,
+    level: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda", Gpus)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(
+        doctor_devices.shutil, "which", lambda name: "/usr/bin/gcc" if compiler and name == "gcc" else None
+    )
+    monkeypatch.setattr(doctor_devices.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    if headers:
+        (tmp_path / "Python.h").touch()
+    *_, finding = check_devices(RunConfig())
+    assert (finding.what, finding.level) == ("C compiler", level)
+    assert said in finding.found
 
 
 def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
