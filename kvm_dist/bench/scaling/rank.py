@@ -164,7 +164,7 @@ class _ClockedSplit:
         self.inner = inner
         self.device = inner.device
         self.inputs, self.labels = inner.inputs, inner.labels
-        self.release, self.drain = inner.release, inner.drain
+        self.rounds, self.release, self.drain = inner.rounds, inner.release, inner.drain
 
     def context(self, micro_batch: int | None = None) -> SequenceContext:
         context = self.inner.context(micro_batch)
