@@ -9,23 +9,23 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvm_dist.bench.scaling.accumulated import Accumulation
+from kvm_dist.bench.scaling.accumulated import Accumulation, Way
 from kvm_dist.bench.scaling.cluster import CLUSTERS
-from kvm_dist.bench.scaling.extrapolate import BY_HEADS, HEADLINES, IN_TURNS, WAVE, Modelled, method
+from kvm_dist.bench.scaling.extrapolate import BY_HEADS, HEADLINES, IN_PAIRS, WAVE, Modelled, method
 from kvm_dist.bench.scaling.measured import Measured
 from kvm_dist.bench.scaling.replay import Timeline
 from kvm_dist.plots.canvas import AMBER, BLUE, FAINT, GREEN, INK, RED, new_figure, quiet, save
 
 PALE, VIOLET = "#c9d3e3", "#7d5ba6"
-# row -> label, color, dash pattern: ours solid, with a dot where micro-batches go in turns, others dashed
-_TURNS = (0, (6, 1.5, 1, 1.5))
+# row -> label, color, dash pattern: ours solid, with a dot where micro-batches go in pairs, others dashed
+_PAIRS = (0, (6, 1.5, 1, 1.5))
 _LINES: dict[str, tuple[str, str, str | tuple[int, tuple[float, ...]]]] = {
     "KVM-256": ("KVM-256", GREEN, "-"),
     "RWKV-7, relay": ("RWKV-7 relay", AMBER, "-"),
     WAVE: ("KVM 16√T", BLUE, "-"),
-    f"{WAVE}, {IN_TURNS.label}": ("KVM 16√T, in turns", BLUE, _TURNS),
+    f"{WAVE}, {IN_PAIRS.label}": ("KVM 16√T, two ways", BLUE, _PAIRS),
     BY_HEADS: ("KVM 16√T, 2-D", VIOLET, "-"),
-    f"{BY_HEADS}, {IN_TURNS.label}": ("KVM 16√T, 2-D, in turns", VIOLET, _TURNS),
+    f"{BY_HEADS}, {IN_PAIRS.label}": ("KVM 16√T, 2-D, two ways", VIOLET, _PAIRS),
     "RWKV-7, all-gather": ("RWKV-7 all-gather", AMBER, (0, (4, 2))),
     "LASP-2, all-gather": ("LASP-2", FAINT, (0, (4, 2))),
     "full attention, Ulysses": ("Ulysses", RED, (0, (4, 2))),
@@ -61,7 +61,7 @@ def efficiency_against_ranks(rows: Sequence[Modelled], out: Path) -> Path:
     figure = new_figure(
         "Sharing one sequence over R devices (modelled)",
         "efficiency = one device's step / (R x step of R devices), each method against itself; "
-        f"7B parameters, bf16, nodes of 8; in turns: {IN_TURNS.micro_batches} micro-batches a step",
+        "7B parameters, bf16, nodes of 8; two ways: a pair of micro-batches at once",
     )
     devices = list(dict.fromkeys(row.device for row in rows))
     lengths = list(dict.fromkeys(row.tokens for row in rows))
@@ -133,31 +133,39 @@ def wavefront(out: Path, device: str = "H200") -> Path:
     return save(figure, out)
 
 
-def turns(out: Path, device: str = "H200", micro_batches: int = 3) -> Path:
-    """One row per rank, over a step of some micro-batches: all in one direction, and in turns."""
+_WAYS: dict[Way, str] = {
+    "one": "all begin on rank 0",
+    "turns": "in turns, every second begins on the last rank",
+    "pairs": "two ways at once, a pair from both ends",
+}
+
+
+def turns(out: Path, device: str = "H200", micro_batches: int = 4) -> Path:
+    """One row per rank, over a step of some micro-batches: in one direction, in turns, in pairs."""
     one = HEADLINES[0]
-    steps = [
-        method(one.method).timeline(
-            CLUSTERS[device], one.tokens, one.ranks, Accumulation(micro_batches, alternate)
+    steps = {
+        way: method(one.method).timeline(
+            CLUSTERS[device], one.tokens, one.ranks, Accumulation(micro_batches, way)
         )
-        for alternate in (False, True)
-    ]
-    plain, in_turns = (step for step in steps if step is not None)
+        for way in _WAYS
+    }
+    shown = {way: step for way, step in steps.items() if step is not None}
+    plain, pairs = (shown[way].seconds for way in ("one", "pairs"))
     figure = new_figure(
         f"A step of {micro_batches} micro-batches over {one.ranks} ranks (modelled)",
-        f"{one.method.replace('*sqrt', '√T')}, {_short(one.tokens)} tokens on {device}; in turns "
-        f"{1 - in_turns.seconds / plain.seconds:.1%} shorter; white: a rank waits",
+        f"{one.method.replace('*sqrt', '√T')}, {_short(one.tokens)} tokens on {device}; two ways at once "
+        f"{1 - pairs / plain:.1%} shorter; white: a rank waits",
     )
-    grid = figure.add_gridspec(2, 1, left=0.085, right=0.975, bottom=0.095, top=0.775, hspace=0.42)
-    for line, (title, timeline) in enumerate(
-        (("every micro-batch begins on rank 0", plain), ("every second begins on the last rank", in_turns))
-    ):
+    grid = figure.add_gridspec(len(shown), 1, left=0.085, right=0.975, bottom=0.095, top=0.775, hspace=0.55)
+    for line, (way, timeline) in enumerate(shown.items()):
         axes = figure.add_subplot(grid[line, 0])
-        _rows(axes, timeline, 1e3 * plain.seconds, edges=False)
+        _rows(axes, timeline, 1e3 * plain, edges=False)
+        busy = sum(map(timeline.busy_seconds, range(one.ranks))) / one.ranks / timeline.seconds
         axes.set_title(
-            f"{title}: {1e3 * timeline.seconds:,.0f} ms", loc="left", fontsize=12, color=INK, pad=7
-        )
-        quiet(axes, "milliseconds" if line else "", "rank")
+            f"{_WAYS[way]}: {1e3 * timeline.seconds:,.0f} ms, {1 - busy:.1%} of it waits",
+            loc="left", fontsize=12, color=INK, pad=7,
+        )  # fmt: skip
+        quiet(axes, "milliseconds" if line == len(shown) - 1 else "", "rank")
         axes.grid(visible=False)
     _operation_legend(figure, _LEGEND)
     return save(figure, out)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated, turned
+from kvm_dist.bench.scaling.accumulated import Accumulation, Way, accumulated, turned
 from kvm_dist.bench.scaling.cluster import CLUSTERS
 from kvm_dist.bench.scaling.program import Begin, End, Program, Receive, Send, Step, Work, collective
 from kvm_dist.bench.scaling.replay import Timeline, replay
@@ -106,8 +106,8 @@ def test_micro_batches_keep_their_collectives_apart() -> None:
     assert replay(programs, CLUSTERS["H200"]).ends == [16.0, 16.0]
 
 
-@pytest.mark.parametrize("alternate", [False, True])
-def test_micro_batches_overlap_their_collectives_alike_in_either_direction(alternate: bool) -> None:
+@pytest.mark.parametrize("way", ["one", "turns", "pairs"])
+def test_micro_batches_overlap_their_collectives_alike_in_either_direction(way: Way) -> None:
     """Two nodes of two ranks, of which the first takes longer to begin."""
 
     def program(node: int) -> list[Step]:
@@ -123,9 +123,10 @@ def test_micro_batches_overlap_their_collectives_alike_in_either_direction(alter
 
     programs = [program(rank // 2) for rank in range(4)]
     micro_batches = 4
-    timeline = replay(accumulated(programs, Accumulation(micro_batches, alternate)), CLUSTERS["H200"])
+    step = accumulated(programs, Accumulation(micro_batches, way), node_ranks=2)
+    timeline = replay(step, CLUSTERS["H200"])
     slow, fast = 2.0 + 4.0, 1.0 + 4.0
-    expected = [slow, fast] if not alternate else [(slow + fast) / 2] * 2
+    expected = [slow, fast] if way == "one" else [(slow + fast) / 2] * 2
     assert timeline.ends == [micro_batches * seconds for seconds in expected for _ in range(2)]
 
 

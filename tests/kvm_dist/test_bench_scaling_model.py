@@ -1,6 +1,7 @@
 """What scaling is modelled from: work on a shard, the order of messages, and the methods side by side."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ import pytest
 import torch
 import yaml
 
-from kvm_dist.bench.scaling.accumulated import Accumulation
+from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated
 from kvm_dist.bench.scaling.clock import ClockedExchange, TurnExchange, Wires
 from kvm_dist.bench.scaling.cluster import ASSUMED, CLUSTERS, Cluster, variations
+from kvm_dist.bench.scaling.cuts import GROWTH_COST, by_seconds
 from kvm_dist.bench.scaling.extrapolate import (
     BY_HEADS,
     BY_HEADS_GROUPED,
     HEADLINES,
+    IN_PAIRS,
     IN_TURNS,
     LENGTHS,
     METHODS,
@@ -25,14 +28,13 @@ from kvm_dist.bench.scaling.extrapolate import (
     VARIED,
     WAVE,
     _rows,
-    by_seconds,
     extrapolate,
     language_model,
     method,
     sensitivities,
 )
 from kvm_dist.bench.scaling.opponents import gathered_recurrence, ring_attention, ulysses
-from kvm_dist.bench.scaling.program import Program, Receive, Send
+from kvm_dist.bench.scaling.program import Program, Receive, Send, Work
 from kvm_dist.bench.scaling.rank import ranked_context
 from kvm_dist.bench.scaling.relays import kvm_relay, rwkv7_relay
 from kvm_dist.bench.scaling.replay import replay
@@ -278,7 +280,7 @@ def test_the_table_holds_every_method_and_no_efficiency_above_one() -> None:
 
 
 @pytest.mark.parametrize("name", [WAVE, BY_HEADS])
-def test_turns_gain_and_more_micro_batches_in_one_direction_do_not(name: str) -> None:
+def test_turns_gain_pairs_gain_more_and_more_micro_batches_in_one_direction_do_not(name: str) -> None:
     def efficiency(accumulation: Accumulation) -> float:
         (row,) = _rows(replace(H200, node_ranks=4), method(name), 32_768, (8,), 1, accumulation)
         assert row.efficiency is not None
@@ -286,7 +288,9 @@ def test_turns_gain_and_more_micro_batches_in_one_direction_do_not(name: str) ->
 
     one, several, in_turns = map(efficiency, (ONE, Accumulation(IN_TURNS.micro_batches), IN_TURNS))
     assert several == pytest.approx(one, abs=0.001)
-    assert one + 0.004 < in_turns < 1
+    assert one + 0.004 < in_turns < efficiency(IN_PAIRS) < 1
+    more_pairs = efficiency(replace(IN_PAIRS, micro_batches=2 * IN_PAIRS.micro_batches))
+    assert more_pairs == pytest.approx(efficiency(IN_PAIRS), abs=0.001)
 
 
 def test_one_of_each_node_stands_for_all() -> None:
@@ -295,6 +299,34 @@ def test_one_of_each_node_stands_for_all() -> None:
     programs = kvm_by_heads(cluster, model, by_seconds(cluster, model, 16_384, 3))
     few = replay(one_of_each_node(programs[::2], 2), replace(cluster, node_ranks=1))
     assert [end for end in few.ends for _ in range(2)] == replay(programs, cluster).ends
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_one_of_each_node_stands_for_all_of_a_pair(nodes: int) -> None:
+    model = language_model("kvm").model_copy(update={"num_layers": 2})
+    cluster = replace(H200, node_ranks=2)
+    programs = kvm_by_heads(cluster, model, by_seconds(cluster, model, 16_384, nodes))
+    every = replay(accumulated(programs, IN_PAIRS, node_ranks=2), cluster)
+    first = one_of_each_node(programs[::2], 2)
+    few = replay(accumulated(first, IN_PAIRS), replace(cluster, node_ranks=1))
+    assert [end for end in few.ends for _ in range(2)] == every.ends
+
+
+@pytest.mark.parametrize("build", [kvm_relay, partial(kvm_by_heads, members=1)])
+def test_the_head_and_the_loss_end_the_forward(build: Any) -> None:
+    model = language_model("kvm").model_copy(update={"num_layers": 2})
+    cluster = replace(H200, node_ranks=1)
+    for program in accumulated(build(cluster, model, [(0, 8_192), (8_192, 16_384)]), IN_PAIRS):
+        work = [step for step in program if isinstance(step, Work)]
+        *_, last_loss = (place for place, step in enumerate(work) if step.name == "loss")
+        assert {step.phase for step in work[: last_loss + 1]} == {"forward"}
+        assert {step.phase for step in work[last_loss + 1 :]} == {"backward"}
+
+
+@pytest.mark.parametrize("device", CLUSTERS)
+def test_shards_of_pairs_are_those_of_the_weight_that_clusters_are_given(device: str) -> None:
+    path = Path(__file__).parents[2] / f"configs/cluster/{device.lower()}.yaml"
+    assert yaml.safe_load(path.read_text("utf-8"))["parallel"]["growth_cost"] == GROWTH_COST
 
 
 def test_headlines_run_and_react_to_their_constants() -> None:
@@ -317,10 +349,12 @@ def test_headlines_are_cells_of_the_table_and_some_of_them_are_varied() -> None:
     assert [(one.method, one.tokens, one.sequences, one.accumulation) for one in VARIED] == [
         (WAVE, 32_768, 8, ONE),
         (WAVE, 32_768, 8, IN_TURNS),
+        (WAVE, 32_768, 8, IN_PAIRS),
         (BY_HEADS, 32_768, 8, ONE),
         (BY_HEADS, 131_072, 8, ONE),
         (BY_HEADS, 131_072, 8, IN_TURNS),
-        (BY_HEADS_GROUPED, 131_072, 16, IN_TURNS),
+        (BY_HEADS, 131_072, 8, IN_PAIRS),
+        (BY_HEADS_GROUPED, 131_072, 16, IN_PAIRS),
     ]
 
 

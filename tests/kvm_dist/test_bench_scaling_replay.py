@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated, turned
+from kvm_dist.bench.scaling.accumulated import Accumulation, Way, accumulated, turned
 from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work, collective
 from kvm_dist.bench.scaling.replay import Span, replay
 
@@ -191,7 +191,7 @@ def test_turns_leave_half_of_the_waiting_and_one_wait_a_step(ranks: int, micro_b
     programs = there_and_back(ranks, layers, rest, hop)
     work = micro_batches * 2 * layers * (rest + hop)
     plain = replay(accumulated(programs, Accumulation(micro_batches)), Wire()).seconds
-    in_turns = replay(accumulated(programs, Accumulation(micro_batches, alternate=True)), Wire()).seconds
+    in_turns = replay(accumulated(programs, Accumulation(micro_batches, "turns")), Wire()).seconds
     assert plain - work == pytest.approx(2 * (ranks - 1) * hop * micro_batches)
     assert in_turns - work == pytest.approx((ranks - 1) * hop * (micro_batches + 1))
 
@@ -199,8 +199,7 @@ def test_turns_leave_half_of_the_waiting_and_one_wait_a_step(ranks: int, micro_b
 def test_turns_gain_nothing_where_ranks_meet_after_every_micro_batch() -> None:
     programs: list[Program] = [[*one, *collective("reduce", 0.5)] for one in there_and_back(4, 8, 9.0, 1.0)]
     plain, in_turns = (
-        replay(accumulated(programs, Accumulation(4, alternate)), Wire()).seconds
-        for alternate in (False, True)
+        replay(accumulated(programs, Accumulation(4, way)), Wire()).seconds for way in ("one", "turns")
     )
     assert plain == in_turns
 
@@ -215,3 +214,96 @@ def test_ranks_of_a_turned_step_are_those_of_the_other_end() -> None:
         [Send(0, "a", 1)],
     ]
     assert turned(there) == programs
+
+
+PAIR = Accumulation(2, "pairs")
+
+
+def named(program: Program) -> list[str]:
+    """What a rank does; of work the phase."""
+    words = {Send: "send", Receive: "receive"}
+    return [
+        f"{step.phase} {step.name}" if isinstance(step, Work) else f"{words[type(step)]} {step.name}"
+        for step in program
+    ]
+
+
+def test_two_ranks_begin_a_pair_on_both_ends_and_never_wait() -> None:
+    """Either is busy with its own micro-batch until the state of the other's is there, and so on the way
+    back."""
+    programs = accumulated(there_and_back(2, 1, rest=9.0, hop=1.0), PAIR)
+    first, second = replay(programs, Wire()).of_rank
+    assert [span for _, span in first] == [span for _, span in second] == [
+        Span(0, 1), Span(1, 10),  # route and attend, of its own
+        Span(10, 11), Span(11, 20),  # and of the other
+        Span(20, 29), Span(29, 30),  # attend and share out, of the other
+        Span(30, 39), Span(39, 40),  # and of its own
+    ]  # fmt: skip
+    steps = """
+        forward route, send 0 of micro-batch {own}, forward attend,
+        receive 0 of micro-batch {other}, forward route, forward attend,
+        backward attend, backward share out, send 0 gradient of micro-batch {other},
+        backward attend, receive 0 gradient of micro-batch {own}, backward share out
+    """
+    for rank, program in enumerate(programs):
+        written = " ".join(steps.format(own=rank, other=1 - rank).split())
+        assert named(program) == written.split(", ")
+
+
+def test_the_middle_one_of_three_ranks_holds_the_first_up_and_not_the_last() -> None:
+    """It is of the first half: what begins on rank 0 goes first."""
+    timeline = replay(accumulated(there_and_back(3, 1, rest=9.0, hop=1.0), PAIR), Wire())
+    starts = [[span.start for _, span in worked] for worked in timeline.of_rank]
+    assert starts == [
+        [0, 1, 12, 13, 22, 31, 32, 43],  # waits for the state until 12, for its gradient from 41 to 43
+        [1, 2, 11, 12, 21, 32, 33, 42],  # 30 to 32: for the gradient of what ends on rank 0
+        [0, 1, 10, 11, 20, 29, 30, 39],
+    ]
+    assert timeline.ends == [44, 43, 40]
+
+
+def waited(programs: list[Program], accumulation: Accumulation) -> float:
+    """Seconds of a step beside its work, of which every rank has as much."""
+    timeline = replay(accumulated(programs, accumulation), Wire())
+    return timeline.seconds - timeline.busy_seconds(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 5, 8])
+def test_pairs_wait_from_the_middle_to_one_end_and_a_last_one_alone_from_end_to_end(
+    ranks: int, micro_batches: int
+) -> None:
+    hop = 0.75
+    programs = there_and_back(ranks, 8, rest=9.0, hop=hop)
+    pairs, alone = divmod(micro_batches, 2)
+    from_the_middle = 4 * ((ranks - 1) // 2) * hop  # two forwards of the pair and two backwards
+    from_end_to_end = 2 * (ranks - 1) * hop
+    wanted = pairs * from_the_middle + alone * from_end_to_end
+    assert waited(programs, Accumulation(micro_batches, "pairs")) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks", "leading"), [(4, 1, 2), (5, 1, 3), (6, 2, 4), (4, 4, 4)])
+def test_each_half_begins_and_ends_with_the_micro_batch_of_its_end(
+    ranks: int, node_ranks: int, leading: int
+) -> None:
+    """Ranks 0 .. leading - 1 with the even one; halves are of whole nodes."""
+    programs: list[Program] = [
+        [Work(f"shard {rank}", 1.0), Work(f"shard {rank}", 1.0, "backward")] for rank in range(ranks)
+    ]
+    found = accumulated(programs, Accumulation(3, "pairs"), node_ranks)
+    for rank, program in enumerate(found):
+        even, odd = f"shard {rank}", f"shard {ranks - 1 - rank}"
+        own, other = (even, odd) if rank < leading else (odd, even)
+        phases = [(own, "forward"), (other, "forward"), (other, "backward"), (own, "backward")]
+        phases += [(even, "forward"), (even, "backward")]  # of the last, which has no partner
+        assert [(step.name, step.phase) for step in program if isinstance(step, Work)] == phases
+
+
+@pytest.mark.parametrize("way", ["turns", "pairs"])
+def test_no_way_adds_to_what_a_rank_computes(way: Way) -> None:
+    programs = layered(3, 2, 1.0, 2.0)
+    programs[0] = [Work("long", 7.0), *programs[0]]
+    busy = replay(programs, Wire())
+    both = replay(accumulated(programs, Accumulation(2, way)), Wire())
+    for rank in range(3):
+        assert both.busy_seconds(rank) == busy.busy_seconds(rank) + busy.busy_seconds(2 - rank)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvm_dist.bench.scaling.cluster import CLUSTERS
-from kvm_dist.bench.scaling.extrapolate import by_seconds, language_model
+from kvm_dist.bench.scaling.cuts import by_seconds
+from kvm_dist.bench.scaling.extrapolate import language_model
 from kvm_dist.bench.scaling.opponents import ulysses
 from kvm_dist.bench.scaling.program import Begin, End, Program, Receive, Send, Step, Work
 from kvm_dist.bench.scaling.relays import edge_bytes

@@ -1,34 +1,67 @@
-"""Programs of a step of several micro-batches, all in one direction along the ranks or in turns. No torch."""
+"""Programs of a step of several micro-batches: all in one direction, in turns, in pairs. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvm_dist.bench.scaling.program import Begin, End, Program, Receive, Send, Step, Work
+from kvm_dist.rounds import one_way, two_way
+
+Way = Literal["one", "turns", "pairs"]
+Phase = Literal["forward", "backward"]
+_LABELS: dict[Way, str] = {"one": "", "turns": " in turns", "pairs": " two ways at once"}
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Of a step. alternate: every second micro-batch begins on the last rank."""
+    """Of a step. way: one: every micro-batch begins on the first rank; turns: every second one on the last;
+    pairs: so do they, each beside the one before it, from both ends of the ranks at once."""
 
     micro_batches: int = 1
-    alternate: bool = False
+    way: Way = "one"
 
     @property
     def label(self) -> str:
-        how = " in turns" if self.alternate else ""
-        return f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}{how}"
+        count = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+        return count + _LABELS[self.way]
+
+    def order(self, rank: int, ranks: int, node_ranks: int = 1) -> Iterator[tuple[int, Phase]]:
+        """Micro-batches, and what is run of them next: as the train step of one of `ranks` ranks does it."""
+        pairs = self.way == "pairs"
+        rounds = (
+            two_way(self.micro_batches, rank, ranks, node_ranks) if pairs else one_way(self.micro_batches)
+        )
+        for forwards, backwards in rounds:
+            yield from ((number, "forward") for number in forwards)
+            yield from ((number, "backward") for number in backwards)
 
 
-def accumulated(programs: Sequence[Program], accumulation: Accumulation) -> list[Program]:
-    """programs: of one micro-batch."""
+def accumulated(
+    programs: Sequence[Program], accumulation: Accumulation, node_ranks: int = 1
+) -> list[Program]:
+    """programs: of one micro-batch. node_ranks: neighbours that split heads, each of which has a program."""
     if accumulation.micro_batches == 1:
         return list(programs)
-    ways = (programs, turned(programs)) if accumulation.alternate else (programs,)
-    numbers = range(accumulation.micro_batches)
+    ways = [[_by_phase(program) for program in programs]]
+    if accumulation.way != "one":
+        ways.append([_by_phase(program) for program in turned(programs)])
     return [
-        [_of_micro_batch(step, number) for number in numbers for step in ways[number % len(ways)][rank]]
+        [
+            _of_micro_batch(step, number)
+            for number, phase in accumulation.order(rank, len(programs), node_ranks)
+            for step in ways[number % len(ways)][rank][phase]
+        ]
         for rank in range(len(programs))
     ]
+
+
+def _by_phase(program: Program) -> dict[Phase, Program]:
+    """The backward begins with the first of its work."""
+    works = (
+        index for index, step in enumerate(program) if isinstance(step, Work) and step.phase == "backward"
+    )
+    backward = next(works, len(program))
+    return {"forward": program[:backward], "backward": program[backward:]}
 
 
 def turned(programs: Sequence[Program]) -> list[Program]:

@@ -7,31 +7,36 @@ method's step on one rank of unbounded memory, over ranks times the step of all.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from kvm_dist.bench.scaling.accumulated import Accumulation, accumulated
 from kvm_dist.bench.scaling.cluster import ASSUMED, CLUSTERS, Cluster, variations
+from kvm_dist.bench.scaling.cuts import (
+    Cut,
+    Spans,
+    by_flops,
+    by_growth,
+    by_length,
+    by_seconds,
+    nodes_by_growth,
+    nodes_by_seconds,
+)
 from kvm_dist.bench.scaling.opponents import gathered_recurrence, ring_attention, ulysses
 from kvm_dist.bench.scaling.program import Program
 from kvm_dist.bench.scaling.relays import kvm_relay, rwkv7_relay
 from kvm_dist.bench.scaling.replay import Timeline, replay
 from kvm_dist.bench.scaling.two_level import kvm_by_heads, kvm_by_routes, one_of_each_node
 from kvm_dist.bench.scaling.uncollected import uncollected
-from kvm_dist.bench.scaling.work import block_seconds
 from models.budget import Budget, FixedBudget, PowerLawBudget
 from models.config import ModelConfig
-from models.sequence_shards import sequence_shards
-from parallel.sequence.shard import balanced_shards, equal_shards
 
 LENGTHS, RANKS = (32_768, 131_072, 1_048_576), (8, 16, 64)
 # Sequences of a micro-batch -> its longest; eight of the longest are more tokens than anybody puts in one.
-SEQUENCES = {1: 1_048_576, 8: 131_072, 16: 131_072}
+SEQUENCES = {1: 1_048_576, 4: 32_768, 8: 131_072, 16: 131_072}
 FIXED, POWER = FixedBudget(), PowerLawBudget()
-HEAD_GROUPS = 4  # of all heads
 MEMBER_GROUPS = 2  # of the heads of a member of a node
-ONE, IN_TURNS = Accumulation(), Accumulation(8, alternate=True)
-Spans = Sequence[tuple[int, int]]
+ONE, IN_TURNS, IN_PAIRS = Accumulation(), Accumulation(8, "turns"), Accumulation(2, "pairs")
 Report = Callable[[str], None]
 Programs = Callable[[Cluster, int, int], list[Program] | None]
 
@@ -40,7 +45,8 @@ Programs = Callable[[Cluster, int, int], list[Program] | None]
 class Method:
     """programs: of a micro-batch by (cluster, tokens, ranks), None where the method cannot run.
 
-    in_turns: shown with micro-batches that begin on either end of the ranks in turns, too.
+    in_turns: shown with micro-batches that begin on either end of the ranks in turns, too. pairs: programs
+    with which it is shown with micro-batches from both ends at once, too.
     alike_in_nodes: the ranks of a node do the same at the same time, so that the first is replayed for all
     and only those of each node have programs.
     """
@@ -48,19 +54,23 @@ class Method:
     name: str
     programs: Programs
     in_turns: bool = False
+    pairs: Programs | None = None
     alike_in_nodes: bool = False
 
     @property
     def accumulations(self) -> tuple[Accumulation, ...]:
-        """Those that make a difference: more micro-batches in one direction are no more efficient."""
-        return (ONE, IN_TURNS) if self.in_turns else (ONE,)
+        """Those that make a difference: more micro-batches in one direction are no more efficient, nor are
+        more pairs."""
+        turns = (IN_TURNS,) if self.in_turns else ()
+        return (ONE, *turns, *(() if self.pairs is None else (IN_PAIRS,)))
 
     def timeline(
         self, cluster: Cluster, tokens: int, ranks: int, accumulation: Accumulation = ONE
     ) -> Timeline | None:
         """Of a step."""
         with uncollected():
-            programs = self.programs(cluster, tokens, ranks)
+            build = self.pairs if self.pairs and accumulation.way == "pairs" else self.programs
+            programs = build(cluster, tokens, ranks)
             if programs is None:
                 return None
             if self.alike_in_nodes and ranks > 1:
@@ -142,7 +152,6 @@ def language_model(kind: str, budget: Budget = POWER) -> ModelConfig:
     )
 
 
-Cut = Callable[[Cluster, ModelConfig, int, int], Spans]
 Build = Callable[[Cluster, ModelConfig, Spans], list[Program]]
 
 
@@ -160,30 +169,6 @@ def _kvm(budget: Budget, cut: Cut, build: Build = kvm_relay, whole_nodes: bool =
     return programs
 
 
-@lru_cache(maxsize=64)
-def _block_costs(cluster: Cluster, model_json: str, tokens: int) -> list[int]:
-    return block_seconds(cluster, ModelConfig.model_validate_json(model_json), tokens)
-
-
-def by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
-    """Shards of equal modelled time, each operation at its own rate: nearly as by growth_cost=3 to 3.5."""
-    costs = _block_costs(cluster, model.model_dump_json(), tokens)
-    return balanced_shards(costs, ranks, model.kvm.chunk)
-
-
-def nodes_by_seconds(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
-    """Of every node, not rank."""
-    return by_seconds(cluster, model, tokens, ranks // cluster.node_ranks)
-
-
-def by_flops(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
-    return sequence_shards(model, tokens, ranks).spans
-
-
-def by_length(cluster: Cluster, model: ModelConfig, tokens: int, ranks: int) -> Spans:
-    return equal_shards(tokens, ranks, model.position_multiple)
-
-
 def _recurrent(cluster: Cluster, tokens: int, ranks: int) -> list[Program]:
     model = language_model("rwkv7")
     return rwkv7_relay(cluster, model, by_length(cluster, model, tokens, ranks))
@@ -191,9 +176,26 @@ def _recurrent(cluster: Cluster, tokens: int, ranks: int) -> list[Program]:
 
 _ATTENTION, _RECURRENCE = language_model("full_attention"), language_model("rwkv7")
 
-WAVE, GROUPED = "KVM 16*sqrt", f"KVM 16*sqrt, {HEAD_GROUPS} head groups"
-BY_ROUTES, BY_HEADS = "KVM 16*sqrt, 2-D of routing", "KVM 16*sqrt, 2-D"
+WAVE = "KVM 16*sqrt"
+IN_TWO, IN_FOUR = (f"{WAVE}, {groups} head groups" for groups in (2, 4))  # of all heads
+CHAINS = (WAVE, IN_TWO, IN_FOUR)
+BY_ROUTES, BY_HEADS = f"{WAVE}, 2-D of routing", f"{WAVE}, 2-D"
 BY_HEADS_GROUPED = f"{BY_HEADS}, {MEMBER_GROUPS} head groups"
+
+
+def _chain(name: str, groups: int = 1, in_turns: bool = False) -> Method:
+    build = partial(kvm_relay, groups=groups)
+    return Method(name, _kvm(POWER, by_seconds, build), in_turns, _kvm(POWER, by_growth, build))
+
+
+def _two_dimensions(name: str, groups: int = 1) -> Method:
+    build = partial(kvm_by_heads, groups=groups, members=1)
+    programs, pairs = (
+        _kvm(POWER, cut, build, whole_nodes=True) for cut in (nodes_by_seconds, nodes_by_growth)
+    )
+    return Method(name, programs, True, pairs, alike_in_nodes=True)
+
+
 METHODS = (
     Method("KVM-256", _kvm(FIXED, by_seconds)),
     Method(
@@ -201,25 +203,14 @@ METHODS = (
         _kvm(FIXED, nodes_by_seconds, partial(kvm_by_heads, members=1), whole_nodes=True),
         alike_in_nodes=True,
     ),
-    Method(WAVE, _kvm(POWER, by_seconds), in_turns=True),
+    _chain(WAVE, in_turns=True),
     Method("KVM 16*sqrt, shards by FLOPs", _kvm(POWER, by_flops)),
     Method("KVM 16*sqrt, equal shards", _kvm(POWER, by_length)),
-    Method(GROUPED, _kvm(POWER, by_seconds, partial(kvm_relay, groups=HEAD_GROUPS))),
+    _chain(IN_TWO, 2),
+    _chain(IN_FOUR, 4),
     Method(BY_ROUTES, _kvm(POWER, by_seconds, kvm_by_routes, whole_nodes=True)),
-    Method(
-        BY_HEADS,
-        _kvm(POWER, nodes_by_seconds, partial(kvm_by_heads, members=1), whole_nodes=True),
-        in_turns=True,
-        alike_in_nodes=True,
-    ),
-    Method(
-        BY_HEADS_GROUPED,
-        _kvm(
-            POWER, nodes_by_seconds, partial(kvm_by_heads, groups=MEMBER_GROUPS, members=1), whole_nodes=True
-        ),
-        in_turns=True,
-        alike_in_nodes=True,
-    ),
+    _two_dimensions(BY_HEADS),
+    _two_dimensions(BY_HEADS_GROUPED, MEMBER_GROUPS),
     Method("RWKV-7, relay", _recurrent),
     Method("RWKV-7, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=True)),
     Method("LASP-2, all-gather", lambda c, t, r: gathered_recurrence(c, _RECURRENCE, t, r, transition=False)),
@@ -227,22 +218,24 @@ METHODS = (
     Method("full attention, ring", lambda c, t, r: ring_attention(c, _ATTENTION, t, r)),
 )
 _GOALS = (
-    (WAVE, 32_768, 8, 0.95, (ONE, IN_TURNS)),
+    (WAVE, 32_768, 8, 0.95, (ONE, IN_TURNS, IN_PAIRS)),
+    (IN_TWO, 32_768, 8, 0.95, (IN_PAIRS,)),
     (BY_HEADS, 32_768, 8, 0.95, (ONE,)),  # one node, no chain
-    (BY_HEADS, 131_072, 64, 0.90, (ONE, IN_TURNS)),
-    (BY_HEADS_GROUPED, 131_072, 64, 0.90, (ONE, IN_TURNS)),
+    (BY_HEADS, 131_072, 64, 0.90, (ONE, IN_TURNS, IN_PAIRS)),
+    (BY_HEADS_GROUPED, 131_072, 64, 0.90, (ONE, IN_TURNS, IN_PAIRS)),
 )
 HEADLINES = tuple(
     Headline(method, tokens, ranks, sequences, wanted, accumulation)
     for method, tokens, ranks, wanted, accumulations in _GOALS
-    for sequences in SEQUENCES
+    for sequences, longest in SEQUENCES.items()
+    if tokens <= longest
     for accumulation in accumulations
 )
 VARIED = tuple(
     one
     for one in HEADLINES
-    if (one.sequences == 8 and one.method != BY_HEADS_GROUPED)
-    or (one.sequences, one.method, one.accumulation) == (16, BY_HEADS_GROUPED, IN_TURNS)
+    if (one.sequences == 8 and one.method in (WAVE, BY_HEADS))
+    or (one.sequences, one.method, one.accumulation) == (16, BY_HEADS_GROUPED, IN_PAIRS)
 )
 
 

@@ -107,7 +107,7 @@ def _programs(
         *backward,
         Work("project", BACKWARD_FACTOR * beside.project, "backward"),
     ]
-    steps = [*layer * model.num_layers, Work("loss", beside.loss, "backward"), *back * model.num_layers]
+    steps = [*layer * model.num_layers, Work("loss", beside.loss), *back * model.num_layers]
     return [steps] * ranks
 
 

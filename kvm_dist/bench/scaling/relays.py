@@ -85,7 +85,7 @@ def kvm_relay(cluster: Cluster, model: ModelConfig, spans: Spans, groups: int = 
         steps: list[Step] = []
         for layer in range(model.num_layers):
             steps += _kvm_forward(place, layer, work, beside, groups)
-        steps.append(Work("loss", beside.loss, "backward"))
+        steps.append(Work("loss", beside.loss))
         for layer in reversed(range(model.num_layers)):
             steps += kvm_backward(place, layer, work, beside, groups)
         programs.append(steps)
@@ -136,7 +136,7 @@ def rwkv7_relay(cluster: Cluster, model: ModelConfig, spans: Spans) -> list[Prog
         steps: list[Step] = []
         for layer in range(model.num_layers):
             steps += _rwkv7_forward(place, layer, core, beside)
-        steps.append(Work("loss", beside.loss, "backward"))
+        steps.append(Work("loss", beside.loss))
         for layer in reversed(range(model.num_layers)):
             steps += _rwkv7_backward(place, layer, core, beside)
         programs.append(steps)

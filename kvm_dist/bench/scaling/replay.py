@@ -82,6 +82,7 @@ class _Running:
     collectives: Collectives
     sent: dict[tuple[int, int], deque[tuple[str, int, float]]] = field(default_factory=dict)
     free: dict[tuple[int, int], float] = field(default_factory=dict)
+    costs: dict[tuple[tuple[int, int], int], tuple[float, float, float, float]] = field(default_factory=dict)
 
     def advance(self, rank: _Rank) -> list[_Rank]:
         """Run a rank until it waits or ends; returns those that need no longer wait for it."""
@@ -106,11 +107,11 @@ class _Running:
 
     def _send(self, rank: _Rank, step: Send) -> list[_Rank]:
         way = (rank.number, step.to)
-        rank.now += self.link.sender_seconds(*way, step.bytes)
-        free = max(self.free.get(way, 0.0), rank.now) + self.link.wire_seconds(*way, step.bytes)
+        sender, wire, latency, _ = self._costs(way, step.bytes)
+        rank.now += sender
+        free = max(self.free.get(way, 0.0), rank.now) + wire
         self.free[way] = free
-        arrival = free + self.link.latency_seconds(*way)
-        self.sent.setdefault(way, deque()).append((step.name, step.bytes, arrival))
+        self.sent.setdefault(way, deque()).append((step.name, step.bytes, free + latency))
         waits = (to := self.ranks[step.to]).waits_at
         return [to] if isinstance(waits, Receive) and waits.source == rank.number else []
 
@@ -123,8 +124,22 @@ class _Running:
             raise ValueError(
                 f"rank {rank.number} waits for {step.name!r} but rank {step.source} sends {name!r}"
             )
-        rank.now = max(rank.now, arrival) + self.link.receiver_seconds(step.source, rank.number, size)
+        rank.now = max(rank.now, arrival) + self._costs((step.source, rank.number), size)[3]
         return True
+
+    def _costs(self, way: tuple[int, int], size: int) -> tuple[float, float, float, float]:
+        """Of a message: of the sender, of the wire, until it is there, of the receiver. Few ways and sizes
+        make millions of messages."""
+        found = self.costs.get((way, size))
+        if found is None:
+            link = self.link
+            found = self.costs[way, size] = (
+                link.sender_seconds(*way, size),
+                link.wire_seconds(*way, size),
+                link.latency_seconds(*way),
+                link.receiver_seconds(*way, size),
+            )
+        return found
 
     def _begin(self, rank: _Rank, step: Begin) -> list[_Rank]:
         members = [self.ranks[number] for number in self.collectives.begin(rank.number, rank.now, step)]

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvm_dist.bench.scaling.cluster import CLUSTERS
-from kvm_dist.bench.scaling.extrapolate import HEADLINES, WAVE, Modelled, Sensitivity
+from kvm_dist.bench.scaling.cuts import GROWTH_COST
+from kvm_dist.bench.scaling.extrapolate import CHAINS, HEADLINES, Modelled, Sensitivity
 from kvm_dist.bench.scaling.measured import Goal, Measured
 
 MODELLED_NOTE = (
@@ -16,10 +17,12 @@ MODELLED_NOTE = (
     " says more, 7B parameters (32 layers, 32 heads of 128), bf16. Shards: of equal modelled time, nearly "
     "those of parallel.growth_cost=3 to 3.5; by FLOPs: of the default 1. In turns: every second micro-batch"
     " begins on the last rank (parallel.alternate_chain); more micro-batches in one direction are as "
-    "efficient as one, and turns gain nothing where ranks meet after every micro-batch, as at ZeRO 2 and 3."
-    " 2-D: KVM by heads inside nodes of 8, which swap tensors beside their computing, or its routing alone "
-    "(parallel.head_parallel, parallel.node_splits). Head groups: of the heads of one device "
-    "(parallel.head_groups)"
+    "efficient as one. Two ways at once: pairs, one from either end (parallel.two_way_chain), of shards of "
+    f"growth_cost={GROWTH_COST}; more pairs are as efficient as one. A rank holds both of a pair: N sequences"
+    " in a micro-batch take the memory of 2 N. Turns and pairs need ranks that do not meet after every "
+    "micro-batch: ZeRO 0 and 1. 2-D: KVM by heads inside nodes of 8, which swap tensors beside their "
+    "computing, or its routing alone (parallel.head_parallel, parallel.node_splits). Head groups: of the "
+    "heads of one device (parallel.head_groups)"
 )
 
 
@@ -42,7 +45,7 @@ class Results:
                 if not one.is_of(row) or not row.efficiency:
                     continue
                 goal = Goal(f"modelled efficiency, {row.device}, {one.label}", one.wanted, row.efficiency)
-                aim = (row.device, one.method == WAVE, one.tokens, one.ranks)
+                aim = (row.device, one.method in CHAINS, one.tokens, one.ranks)
                 best[aim] = max(best.get(aim, goal), goal, key=lambda goal: goal.got)
         yield from best.values()
 

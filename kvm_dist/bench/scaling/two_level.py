@@ -55,7 +55,7 @@ def kvm_by_heads(
             steps: list[Step] = []
             for layer in range(model.num_layers):
                 steps += member.forward(layer)
-            steps.append(Work("loss", beside.loss, "backward"))
+            steps.append(Work("loss", beside.loss))
             for layer in reversed(range(model.num_layers)):
                 steps += member.backward(layer)
             programs.append(steps)
@@ -85,7 +85,7 @@ def kvm_by_routes(cluster: Cluster, model: ModelConfig, spans: Sequence[tuple[in
         steps: list[Step] = []
         for layer in range(model.num_layers):
             steps += chain.forward(place, layer, work, beside)
-        steps.append(Work("loss", beside.loss, "backward"))
+        steps.append(Work("loss", beside.loss))
         for layer in reversed(range(model.num_layers)):
             steps += kvm_backward(place, layer, work, beside, size)
         programs.append(steps)

@@ -40,7 +40,7 @@ class Outside:
     finish_value: float
     output: float
     feed_forward: float
-    loss: float  # head and loss, forward and backward
+    loss: float  # head and loss, forward and backward, at the end of the forward
 
     @property
     def unfinished(self) -> float:
