@@ -1,5 +1,6 @@
 """Real gloo ranks on this machine, for tests."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -13,7 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from parallel import mesh as meshes
 from parallel.config import ParallelConfig
 from parallel.world import join_world, leave_world
 
@@ -173,12 +176,33 @@ def _serve(rank: int, size: int, port: int, group_timeout_seconds: float, pipe: 
             timeout_seconds=group_timeout_seconds,
             start_timeout_seconds=START_SECONDS,
         )
-        world = join_world(config, "cpu")
+        world, made = join_world(config, "cpu"), _remembered_groups()
         while (task := pipe.recv()) is not None:
             function, args = task
+            _destroy(made)  # of the task before, which all ranks have ended
             buffer = io.BytesIO()  # tensors as bytes: torch's own sharing ties them to this process's life
             torch.save(function(world, *args), buffer)
             pipe.send((True, buffer.getvalue()))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     leave_world()
+
+
+def _remembered_groups() -> list[dist.ProcessGroup]:
+    """Filled with the groups of every mesh from now on."""
+    made: list[dist.ProcessGroup] = []
+    make: Callable[..., dist.ProcessGroup] = meshes._own_group
+
+    def remember(*args: Any) -> dist.ProcessGroup:
+        made.append(make(*args))
+        return made[-1]
+
+    setattr(meshes, "_own_group", remember)  # noqa: B010  # a name that types know
+    return made
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Each has threads that look for messages a hundred times a second, whoever waits for some."""
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    gc.collect()
