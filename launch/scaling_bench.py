@@ -36,7 +36,7 @@ from launch.scaling_tables import tables
 from launch.worker import end_with_the_launcher
 
 # Pieces of work of each task, in steps of one process, for the time left only.
-PIECES: dict[Task, float] = {"whole": 1.0, "alone": 1.2, "together": 0.6, "heads": 0.6}
+PIECES: dict[Task, float] = {"whole": 1.0, "alone": 1.2, "together": 0.6, "heads": 0.6, "pairs": 1.2}
 MEASURING = 0.8  # share of the measured part in the whole, likewise
 POLL_SECONDS = 0.5
 Report = Callable[[str, float], None]  # what is being done, and the share of the whole that is done
@@ -164,6 +164,7 @@ _IN_WORDS: dict[Task, str] = {
     "alone": "one rank at a time",
     "together": "ranks train it together",
     "heads": "ranks that split heads train it",
+    "pairs": "ranks train two at once, from both ends",
 }
 
 

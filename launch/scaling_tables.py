@@ -47,9 +47,12 @@ def _steps(measured: Measured, machine: dict[str, Any]) -> Table:
         table.add_row(f"  rank {rank}", "", f"{timeline.busy_seconds(rank):.3f}", *[""] * 3)
     by_heads = median(measured.heads_steps)
     table.add_row(f"{setting.ranks} ranks by heads, measured", f"{by_heads:.3f}", *[""] * 4)
+    in_pairs = f"{setting.ranks} ranks, two sequences from both ends, measured, of each"
+    table.add_row(in_pairs, f"{measured.pairs_seconds:.3f}", *[""] * 4)
     table.caption = (
         f"speed-up measured {measured.speedup:.2f}, replayed {measured.modelled_speedup:.2f}; "
-        f"replay off by {measured.error:+.1%}; by heads {measured.heads_speedup:.2f}"
+        f"replay off by {measured.error:+.1%}; by heads {measured.heads_speedup:.2f}; "
+        f"two ways at once {measured.pairs_speedup:.2f}"
     )
     table.caption_justify = "left"
     return table

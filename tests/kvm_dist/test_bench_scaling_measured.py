@@ -117,6 +117,7 @@ def measured_from(tmp_path: Path, whole: float, together: float) -> Measured:
             }
         ],
         "heads": [{"seconds": [30.0, 20.0, 24.0]}, {"seconds": [20.0, 25.0, 24.0]}],
+        "pairs": [{"seconds": [40.0, 60.0, 34.0]}, {"seconds": [39.0, 20.0, 35.0]}],
     }
     for task, found in results.items():
         (tmp_path / task).mkdir()
@@ -130,6 +131,9 @@ def test_speedup_and_error_compare_medians(tmp_path: Path) -> None:
     assert measured.speedup == 2.0
     assert measured.heads_steps == [30.0, 25.0, 24.0]
     assert measured.heads_speedup == 2.0
+    assert measured.pairs_steps == [40.0, 60.0, 35.0]
+    assert measured.pairs_seconds == 20.0, "a step is of two sequences"
+    assert measured.pairs_speedup == 2.5
     assert measured.timeline.seconds == 10.0 + 20.0 + 1.0
     assert measured.error == pytest.approx(31 / 25 - 1)
     met = {goal.name: goal.met for goal in measured.goals()}
@@ -151,7 +155,9 @@ def test_the_tables_say_what_was_measured_and_which_goals_are_met(
         "one process, measured",
         "50.000",
         "speed-up measured 2.00",
-        "replay off by +24.0%; by heads 2.00",
+        "replay off by +24.0%; by heads 2.00; two ways at once 2.50",
+        "two sequences from both ends, measured, of each",
+        "20.000",
         "not met",
     ):
         assert words in printed
@@ -205,14 +211,27 @@ def run_heads(world: World, setting: Setting) -> dict[str, Any]:
     return tasks.heads(setting, world, nothing)
 
 
+def run_pairs(world: World, setting: Setting) -> dict[str, Any]:
+    return tasks.pairs(setting, world, nothing)
+
+
+def test_a_step_in_pairs_is_of_two_sequences_from_both_ends() -> None:
+    config = TINY.task_config("pairs")
+    assert config.parallel.two_way_chain
+    assert config.train.accumulation == config.train.batch_sequences == 2
+    assert not TINY.task_config("together").parallel.two_way_chain
+
+
 def test_ranks_alone_and_together_send_the_same_messages_and_fit_the_closed_forms(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         alone = ranks.run(run_alone, TINY)
         together = ranks.run(run_together, TINY)
         heads = ranks.run(run_heads, TINY)
-    measured = Measured(TINY, {"seconds": [1.0]}, alone, together, heads)
-    assert len(measured.heads_steps) == TINY.steps
-    assert min(measured.heads_steps) > 0
+        pairs = ranks.run(run_pairs, TINY)
+    measured = Measured(TINY, {"seconds": [1.0]}, alone, together, heads, pairs)
+    for steps in (measured.heads_steps, measured.pairs_steps):
+        assert len(steps) == TINY.steps
+        assert min(steps) > 0
     assert measured.spans[0][0] == 0
     assert measured.spans[-1][1] == TINY.tokens
     assert all(one.agrees for one in measured.counts)

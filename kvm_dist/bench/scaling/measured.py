@@ -55,6 +55,7 @@ class Measured:
     alone: Sequence[dict[str, Any]]
     together: Sequence[dict[str, Any]]
     heads: Sequence[dict[str, Any]]
+    pairs: Sequence[dict[str, Any]]
 
     @classmethod
     def read(cls, setting: Setting, folders: dict[str, Path]) -> "Measured":
@@ -62,7 +63,8 @@ class Measured:
             task: [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("rank-*.json"))]
             for task, folder in folders.items()
         }
-        return cls(setting, found["whole"][0], found["alone"], found["together"], found["heads"])
+        whole = found.pop("whole")[0]
+        return cls(setting, whole, **found)
 
     @property
     def whole_seconds(self) -> float:
@@ -81,11 +83,25 @@ class Measured:
     @property
     def heads_steps(self) -> list[float]:
         """The same of ranks that split KVM by heads."""
-        return [max(ranks) for ranks in zip(*(one["seconds"] for one in self.heads), strict=True)]
+        return _slowest(self.heads)
 
     @property
     def heads_speedup(self) -> float:
         return self.whole_seconds / median(self.heads_steps)
+
+    @property
+    def pairs_steps(self) -> list[float]:
+        """The same of ranks that train two sequences at once, from both ends: of both."""
+        return _slowest(self.pairs)
+
+    @property
+    def pairs_seconds(self) -> float:
+        """Of one of the two sequences."""
+        return median(self.pairs_steps) / 2
+
+    @property
+    def pairs_speedup(self) -> float:
+        return self.whole_seconds / self.pairs_seconds
 
     @property
     def speedup(self) -> float:
@@ -154,6 +170,8 @@ class Measured:
             "speedup": self.speedup,
             "by_heads_seconds": self.heads_steps,
             "by_heads_speedup": self.heads_speedup,
+            "in_pairs_seconds": self.pairs_steps,
+            "in_pairs_speedup": self.pairs_speedup,
             "replayed_seconds": self.timeline.seconds,
             "replayed_speedup": self.modelled_speedup,
             "replay_error": self.error,
@@ -173,6 +191,11 @@ class Measured:
     def _steps(self) -> list[tuple[dict[str, Any], ...]]:
         """Per step what each rank says of it."""
         return list(zip(*(process["steps"] for process in self.together), strict=True))
+
+
+def _slowest(processes: Sequence[dict[str, Any]]) -> list[float]:
+    """Each step, as long as its slowest rank."""
+    return [max(ranks) for ranks in zip(*(one["seconds"] for one in processes), strict=True)]
 
 
 def _worked(step: dict[str, Any], origin: float) -> Iterator[tuple[Work, Span]]:

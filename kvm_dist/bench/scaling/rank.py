@@ -1,4 +1,4 @@
-"""What one process of `bench scaling` does: three tasks, through the engine and the train step of a run."""
+"""What one process of `bench scaling` does: five tasks, through the engine and the train step of a run."""
 
 import json
 import time
@@ -44,11 +44,17 @@ def heads(setting: Setting, world: World, report: Report) -> dict[str, Any]:
     return _timed(setting, setting.task_config("heads"), world, report)
 
 
+def pairs(setting: Setting, world: World, report: Report) -> dict[str, Any]:
+    """Sequence ranks train two, which begin on either end at the same time."""
+    return _timed(setting, setting.task_config("pairs"), world, report)
+
+
 def _timed(setting: Setting, config: RunConfig, world: World, report: Report) -> dict[str, Any]:
     """seconds: of each step after the first."""
     _, groups, engine = build_engine(config, world)
     split = sequence_split(config, Mesh.build(world, config.parallel))
-    step, batch = TrainStep(config, engine, groups, split), [_batch(setting)]
+    step = TrainStep(config, engine, groups, split)
+    batch = [_batch(setting, number) for number in range(config.train.accumulation)]
     seconds = []
     for number in range(setting.steps + 1):
         seconds.append(step(batch, number, False).seconds)
@@ -203,8 +209,8 @@ def _round_trip(exchange: RankExchange, payload: tuple[Tensor, ...], rank: int) 
     return 0.0, 0.0
 
 
-def _batch(setting: Setting) -> MicroBatch:
-    generator = torch.Generator().manual_seed(setting.seed)
+def _batch(setting: Setting, number: int = 0) -> MicroBatch:
+    generator = torch.Generator().manual_seed(setting.seed + number)
     tokens = torch.randint(setting.vocab_size, (1, setting.tokens + 1), generator=generator)
     return MicroBatch(tokens[:, :-1], tokens[:, 1:])
 
@@ -214,6 +220,7 @@ TASKS: dict[Task, Callable[[Setting, World, Report], dict[str, Any]]] = {
     "alone": alone,
     "together": together,
     "heads": heads,
+    "pairs": pairs,
 }
 
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 from kvm_dist.config import RunConfig
 
 # whole: one rank trains the whole sequence; alone: every process runs the sequence ranks one after another;
-# together: sequence ranks train it, as in a real run; heads: as one node, whose members split KVM by heads.
-Task = Literal["whole", "alone", "together", "heads"]
+# together: sequence ranks train it, as in a real run; heads: as one node, whose members split KVM by heads;
+# pairs: a step of two sequences, one from either end of the ranks at the same time.
+Task = Literal["whole", "alone", "together", "heads", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Setting:
             return self.run_config(data=1, sequence=self.ranks)
         if task == "heads":
             return self.run_config(data=1, sequence=self.ranks, head_parallel=self.ranks)
+        if task == "pairs":
+            return self.run_config(data=1, sequence=self.ranks, accumulation=2, two_way_chain=True)
         return self.run_config(data=self.ranks, sequence=1, accumulation=self.ranks)
 
-    def run_config(
-        self, data: int, sequence: int, accumulation: int = 1, head_parallel: int = 1
-    ) -> RunConfig:
-        """A run on data x sequence ranks. Raises ValueError if it cannot be."""
+    def run_config(self, data: int, sequence: int, accumulation: int = 1, **parallel_too: Any) -> RunConfig:
+        """A run on data x sequence ranks; parallel_too: more of `parallel`. Raises ValueError if it cannot
+        be."""
         model: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -61,11 +63,11 @@ class Setting:
         parallel: dict[str, Any] = {
             "data": data,
             "sequence": sequence,
-            "head_parallel": head_parallel,
             "zero_stage": self.zero_stage,
             "shards": self.shards,
             "threads_per_rank": 1,
             "timeout_seconds": self.timeout_seconds,
+            **parallel_too,
         }
         given: dict[str, Any] = {
             "name": "bench-scaling",
