@@ -68,7 +68,6 @@ def together(setting: Setting, world: World, report: Report) -> dict[str, Any]:
     _, groups, engine = build_engine(config, world)
     split = _ClockedSplit(sequence_split(config, Mesh.build(world, config.parallel)))
     link = _link(split.inner, world)
-    report()
     step, batch = TrainStep(config, engine, groups, split), [_batch(setting)]  # type: ignore[arg-type]
     steps: list[dict[str, Any]] = []
     for number in range(setting.steps + 1):
