@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig, RWKV7Config
 from models.initialise import orthogonal_, ramp
+from models.kinds.recurrence import CHUNK
 from models.layers import chunk_recurrence
 from models.layers.low_rank import LowRank, ValueResidual
 from models.layers.mixer import Mixer, settings
@@ -134,8 +135,20 @@ def _difference(x: Tensor, halo: Tensor) -> Tensor:
 
 
 def _fla_recurrence(heads: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """The Triton kernels of flash-linear-attention: state [N, H, K, V], scale 1."""
+    """The Triton kernels of flash-linear-attention: state [N, H, K, V], scale 1.
+
+    Told how strong a decay may be, as their own layer tells them, they run on matrix units and in longer
+    chunks, of which fewer states are kept; shards are cut at the edges of these.
+    """
     from fla.ops.rwkv7 import chunk_rwkv7
 
-    out, state = chunk_rwkv7(*heads, scale=1.0, initial_state=state, output_final_state=True)
+    out, state = chunk_rwkv7(
+        *heads,
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+        safe_gate=True,
+        lower_bound=STRONGEST_DECAY,
+        chunk_size=CHUNK,
+    )
     return out, state

@@ -1,13 +1,17 @@
 """The chunk form of RWKV-7 against a loop in float64 and against flash-linear-attention's plain path."""
 
+import inspect
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.config import RWKV7Config
 from models.kinds.recurrence import CHUNK
+from models.layers import rwkv7
 from models.layers.rwkv7_chunk import chunk_maps
 from tests.models.layers.recurrences import Result, chunked, doubles, with_gradients
 
@@ -98,3 +102,27 @@ def test_calls_that_hand_the_state_over_give_the_bits_of_one_call(cuts: list[int
 
     assert torch.equal(torch.cat(parts, dim=1), whole)
     assert torch.equal(state, last)
+
+
+def test_kernels_are_told_how_strong_a_decay_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On matrix units, in chunks that no decay of this layer overflows, and at whose edges shards are cut."""
+    import fla.ops.rwkv7
+    from fla.ops.generalized_delta_rule.dplr.chunk import gate_bound_is_safe
+
+    inputs, state = random_inputs(64, keys=16, values=16, dtype=torch.float32)
+    called: list[inspect.BoundArguments] = []
+    own = inspect.signature(fla.ops.rwkv7.chunk_rwkv7)
+
+    def chunk_rwkv7(*args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        called.append(own.bind(*args, **more))
+        return inputs[3], state
+
+    monkeypatch.setattr(fla.ops.rwkv7, "chunk_rwkv7", chunk_rwkv7)
+    rwkv7._fla_recurrence(inputs, state)
+    given = called[0].arguments
+    assert [given[name] is one for name, one in zip("rwkvab", inputs, strict=True)] == [True] * 6
+    assert given["initial_state"] is state
+    assert (given["safe_gate"], given["output_final_state"], given["scale"]) == (True, True, 1.0)
+    assert gate_bound_is_safe(given["lower_bound"], given["chunk_size"])
+    assert given["lower_bound"] == pytest.approx(-(torch.e**-0.5))
+    assert RWKV7Config().position_multiple % given["chunk_size"] == 0
