@@ -23,8 +23,12 @@ def two_way(micro_batches: int, rank: int, ranks: int, node_ranks: int = 1) -> I
     begins at its end, and ends with its backward: nobody waits for a wave that the other one could fill.
     node_ranks: neighbours that meet in every layer, and so are in the same half.
     """
-    in_first_half = 2 * (rank // node_ranks) < ranks // node_ranks
+    begins_first = in_first_half(rank, ranks, node_ranks)
     for first in range(0, micro_batches, 2):
         numbers = tuple(range(first, min(first + 2, micro_batches)))
-        forwards = numbers if in_first_half else numbers[::-1]
+        forwards = numbers if begins_first else numbers[::-1]
         yield Round(forwards, forwards[::-1])
+
+
+def in_first_half(rank: int, ranks: int, node_ranks: int = 1) -> bool:
+    return 2 * (rank // node_ranks) < ranks // node_ranks

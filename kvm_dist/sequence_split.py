@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvm_dist.rounds import Round, one_way, two_way
+from kvm_dist.rounds import Round, in_first_half, one_way, two_way
 from models.loss import IGNORED_LABEL
 from models.sequence_shards import SequenceShards
 from parallel.config import NodeSplits
@@ -19,6 +19,7 @@ from parallel.sequence.named import NamedExchange, named_split
 from parallel.sequence.node import Node
 from parallel.sequence.ranks import RankedSequence
 from parallel.sequence.truncated import TruncatedExchange
+from parallel.sequence.two_way import Meeting, MeetingExchange
 
 PAD_TOKEN = 0  # any token does: nothing is learned from pads and nothing comes after them
 
@@ -58,10 +59,11 @@ class SequenceSplit:
         self._truncates = truncate_gradients
         self._two_way, self._node_ranks = in_two_ways and mesh.sequence_size > 1, head_parallel
         self._ways: list[_Way] = []
+        self._meeting = Meeting(in_first_half(mesh.sequence_rank, mesh.sequence_size, head_parallel))
         if mesh.sequence_size > 1:
             meshes = (mesh, mesh.turned()) if alternate or in_two_ways else (mesh,)
             heads = (head_groups, head_parallel, node_splits)
-            self._ways = [_Way.along(one, self.spans, *heads) for one in meshes]
+            self._ways = [_Way.along(one, self.spans, self._meeting, *heads) for one in meshes]
 
     def inputs(self, tokens: Tensor, micro_batch: int = 0) -> Tensor:
         """[b, T] of the whole sequence -> [b, tokens of this rank], on its device."""
@@ -77,7 +79,7 @@ class SequenceSplit:
             return WholeSequence()
         way = self._way(micro_batch or 0)
         suffix = "" if micro_batch is None else f"of micro-batch {micro_batch}"
-        exchange: Exchange = NamedExchange(way.exchange, suffix=suffix) if suffix else way.exchange
+        exchange: Exchange = NamedExchange(way.messages, suffix=suffix) if suffix else way.messages
         if self._truncates:  # keys go from rank to rank, where their gradients can end
             exchange = TruncatedExchange(exchange, self.device)
         return RankedSequence(
@@ -92,8 +94,18 @@ class SequenceSplit:
     def rounds(self, micro_batches: int) -> Iterator[Round]:
         """The micro-batches of a step in the order in which this rank runs them."""
         if not self._two_way:
-            return one_way(micro_batches)
-        return two_way(micro_batches, self.mesh.sequence_rank, self.mesh.sequence_size, self._node_ranks)
+            yield from one_way(micro_batches)
+            return
+        mesh = self.mesh
+        for one in two_way(micro_batches, mesh.sequence_rank, mesh.sequence_size, self._node_ranks):
+            if len(one.forwards) > 1:
+                self._meeting.open()
+            yield one
+            self._meeting.close()
+
+    def settle(self) -> None:
+        """After the forwards of a round, and after its backwards."""
+        self._meeting.settle()
 
     @property
     def waited_seconds(self) -> float:
@@ -139,6 +151,7 @@ class _Way:
     mesh: Mesh
     start: int
     exchange: RankExchange
+    messages: MeetingExchange  # over `exchange`
     all_to_all: GroupAllToAll
     members: GroupAllToAll | None  # of the node
     head_split: HeadSplit
@@ -152,18 +165,26 @@ class _Way:
         cls,
         mesh: Mesh,
         spans: tuple[tuple[int, int], ...],
+        meeting: Meeting,
         head_groups: int,
         head_parallel: int,
         node_splits: NodeSplits,
     ) -> "_Way":
         exchange = RankExchange(mesh)
+        halves = [
+            in_first_half(place, mesh.sequence_size, head_parallel) for place in range(mesh.sequence_size)
+        ]
+        own = mesh.world.rank % mesh.sequence_size
+        messages = MeetingExchange(
+            exchange, meeting, mesh, lambda rank: halves[rank % mesh.sequence_size] != halves[own]
+        )
         head_split, members = HeadSplit(head_groups), None
         if head_parallel > 1:
             members = GroupAllToAll(mesh, mesh.node)
-            node = Node(exchange, members, mesh.sequence_rank, head_parallel, tuple(spans), node_splits)
+            node = Node(messages, members, mesh.sequence_rank, head_parallel, tuple(spans), node_splits)
             # Where only routing is split, gradients of states go from rank to rank: by groups, ranks wait no
             # longer than nodes.
             groups = max(head_groups, head_parallel) if node_splits == "routing" else head_groups
             head_split = HeadSplit(groups, node)
         row = GroupAllToAll(mesh, mesh.row)
-        return cls(mesh, spans[mesh.sequence_rank][0], exchange, row, members, head_split)
+        return cls(mesh, spans[mesh.sequence_rank][0], exchange, messages, row, members, head_split)

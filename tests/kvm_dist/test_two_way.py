@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvm_dist.config import DataConfig, RunConfig, TrainConfig
 from kvm_dist.plan import make_plan
 from kvm_dist.rounds import one_way, two_way
 from parallel.config import ParallelConfig
-from tests.kvm_dist.layout_case import Layout, first_forwards, kept_bytes
+from parallel.sequence.two_way import Meeting
+from tests.kvm_dist.layout_case import Layout, first_forwards, kept_bytes, sent_in_forwards
 from tests.models.tiny import tiny_config
 from tests.support.ranks import RankFailure, Ranks
 
@@ -40,6 +42,50 @@ def test_members_of_a_node_are_in_the_same_half() -> None:
     """They swap heads by collectives, which come in one order on all."""
     begins = [next(two_way(2, rank, 12, node_ranks=4)) for rank in range(12)]
     assert begins == [((0, 1), (1, 0))] * 8 + [((1, 0), (0, 1))] * 4
+
+
+def test_the_halves_hand_over_once_both_have_ended_a_forward() -> None:
+    """A GPU may run nothing beside a message that waits: tests/parallel/test_one_queue.py."""
+    with Ranks(2) as ranks:
+        found = ranks.run(sent_in_forwards, TWO_WAY)
+    for first, second in found:
+        assert first == 0
+        assert second > 0
+
+
+@pytest.mark.parametrize("here", [1, 3])
+def test_what_one_half_has_more_to_hand_over_goes_after_its_forward(here: int) -> None:
+    sent: list[str] = []
+    first, second = Meeting(in_first_half=True), Meeting(in_first_half=False)
+    for half, count in ((first, here), (second, 2)):
+        half.open()
+        for number in range(count):
+            half.send(7, (), lambda _, number=number: sent.append(f"send {number}"))  # type: ignore[misc]
+    assert sent == []
+
+    def take() -> tuple[Tensor, ...]:
+        sent.append("take")
+        return ()
+
+    for _ in range(2):
+        first.receive(7, take)
+    first.settle()
+    turns = ["send 0", "take", "send 1", "take", "send 2"]
+    assert sent == [one for one in turns if one == "take" or int(one[-1]) < here]
+    sent.clear()
+    for _ in range(here):
+        second.receive(7, take)
+    second.settle()
+    assert (
+        sent
+        == {
+            1: ["take", "send 0", "send 1"],
+            3: ["take", "send 0", "take", "send 1", "take"],
+        }[here]
+    )
+    second.close()
+    second.send(7, (), lambda _: sent.append("at once"))
+    assert sent[-1] == "at once"
 
 
 def test_what_was_sent_is_kept_for_two_pairs() -> None:
