@@ -63,7 +63,8 @@ class SequenceSplit:
         if mesh.sequence_size > 1:
             meshes = (mesh, mesh.turned()) if alternate or in_two_ways else (mesh,)
             heads = (head_groups, head_parallel, node_splits)
-            self._ways = [_Way.along(one, self.spans, self._meeting, *heads) for one in meshes]
+            meeting = self._meeting if in_two_ways else None
+            self._ways = [_Way.along(one, self.spans, meeting, *heads) for one in meshes]
 
     def inputs(self, tokens: Tensor, micro_batch: int = 0) -> Tensor:
         """[b, T] of the whole sequence -> [b, tokens of this rank], on its device."""
@@ -151,7 +152,7 @@ class _Way:
     mesh: Mesh
     start: int
     exchange: RankExchange
-    messages: MeetingExchange  # over `exchange`
+    messages: RankExchange | MeetingExchange  # over `exchange`, where halves meet
     all_to_all: GroupAllToAll
     members: GroupAllToAll | None  # of the node
     head_split: HeadSplit
@@ -165,19 +166,19 @@ class _Way:
         cls,
         mesh: Mesh,
         spans: tuple[tuple[int, int], ...],
-        meeting: Meeting,
+        meeting: Meeting | None,
         head_groups: int,
         head_parallel: int,
         node_splits: NodeSplits,
     ) -> "_Way":
         exchange = RankExchange(mesh)
-        halves = [
-            in_first_half(place, mesh.sequence_size, head_parallel) for place in range(mesh.sequence_size)
-        ]
-        own = mesh.world.rank % mesh.sequence_size
-        messages = MeetingExchange(
-            exchange, meeting, mesh, lambda rank: halves[rank % mesh.sequence_size] != halves[own]
-        )
+        messages: RankExchange | MeetingExchange = exchange
+        if meeting is not None:
+            ranks, own = mesh.sequence_size, mesh.world.rank
+            halves = [in_first_half(place, ranks, head_parallel) for place in range(ranks)]
+            messages = MeetingExchange(
+                exchange, meeting, mesh, lambda rank: halves[rank % ranks] != halves[own % ranks]
+            )
         head_split, members = HeadSplit(head_groups), None
         if head_parallel > 1:
             members = GroupAllToAll(mesh, mesh.node)
