@@ -225,6 +225,11 @@ class RunConfig(FrozenConfig):
                 f"model.num_heads={self.model.num_heads} are swapped among all parallel.sequence={ranks} "
                 "ranks, which would be in different micro-batches; use parallel.alternate_chain=true"
             )
+        if self.parallel.two_way_chain and heads % self.parallel.head_parallel:
+            yield (
+                f"parallel.two_way_chain=true with parallel.head_parallel={self.parallel.head_parallel}: "
+                f"wants as many of {key}={heads} on every rank; use parallel.alternate_chain=true"
+            )
         together = self.parallel.head_groups * self.parallel.head_parallel
         if self.parallel.node_splits == "operator" and self.parallel.head_parallel <= heads < together:
             yield (

@@ -59,7 +59,7 @@ class SequenceSplit:
         self._truncates = truncate_gradients
         self._two_way, self._node_ranks = in_two_ways and mesh.sequence_size > 1, head_parallel
         self._ways: list[_Way] = []
-        self._meeting = Meeting(in_first_half(mesh.sequence_rank, mesh.sequence_size, head_parallel))
+        self._meeting = Meeting()
         if mesh.sequence_size > 1:
             meshes = (mesh, mesh.turned()) if alternate or in_two_ways else (mesh,)
             heads = (head_groups, head_parallel, node_splits)
@@ -103,10 +103,6 @@ class SequenceSplit:
                 self._meeting.open()
             yield one
             self._meeting.close()
-
-    def settle(self) -> None:
-        """After the forwards of a round, and after its backwards."""
-        self._meeting.settle()
 
     @property
     def waited_seconds(self) -> float:

@@ -141,7 +141,6 @@ class TrainStep:
             for number in forwards:
                 self.beat("forward")
                 losses[number] = self._loss_sum(*local[number], number)
-            self.split.settle()
             for number in sorted(losses):
                 total += losses[number].detach()
             if len(local) - 1 in losses and loss_limit is not None:
@@ -153,7 +152,6 @@ class TrainStep:
             for number in backwards:
                 self.beat("backward")
                 self.engine.backward(losses.pop(number) / tokens)
-            self.split.settle()
             self.split.release()
         self.beat("reduce")
         with self._host.waiting():

@@ -97,6 +97,13 @@ class ParallelConfig(FrozenConfig):
                 "parallel.two_way_chain=true begins every second micro-batch on the last sequence rank, too; "
                 "leave out parallel.alternate_chain"
             )
+        nodes = self.sequence // self.head_parallel
+        if self.two_way_chain and self.sequence > 1 and nodes % 2:
+            raise ValueError(
+                f"parallel.two_way_chain=true with parallel.sequence={self.sequence} and "
+                f"parallel.head_parallel={self.head_parallel}: micro-batches meet in the middle of an even "
+                f"number of ranks or nodes, not of {nodes}; use parallel.alternate_chain=true"
+            )
         if self.two_way_chain and self.zero_stage > 1:
             raise ValueError(
                 f"parallel.two_way_chain=true with parallel.zero_stage={self.zero_stage}: ranks would meet "

@@ -107,6 +107,8 @@ class _Groups:
         for distance in sorted({1, config.head_parallel}):
             _connect(world, forward, distance)
             _connect(world, backward, -distance)
+        if config.two_way_chain:
+            _connect_halves(world, row, config.head_parallel)
         return cls(forward, backward, row, node)
 
 
@@ -138,3 +140,20 @@ def _connect(world: World, group: dist.ProcessGroup, distance: int) -> None:
         if 0 <= other < size:
             peer = dist.get_global_rank(group, other)
             (dist.send if sends else dist.recv)(number, peer, group=group)
+
+
+def _connect_halves(world: World, row: dist.ProcessGroup, head_parallel: int) -> None:
+    """The same over the middle of the row, both ways in one operation, as pairs of micro-batches go there."""
+    place, middle = dist.get_rank(row), dist.get_world_size(row) // 2
+    for distance in sorted({1, head_parallel}):
+        in_reach = middle - distance <= place < middle + distance
+        other = place + distance if place < middle else place - distance
+        if in_reach:
+            peer = dist.get_global_rank(row, other)
+            buffers = torch.zeros(2, device=world.device)
+            operations = [
+                dist.P2POp(dist.isend, buffers[:1], peer, group=row),
+                dist.P2POp(dist.irecv, buffers[1:], peer, group=row),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()

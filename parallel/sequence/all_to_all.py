@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from parallel.sequence.packing import pack, packed_bytes, unpacked
-from parallel.sequence.problems import naming_problems
+from parallel.sequence.problems import naming_problems, wait_for
 
 Part = tuple[Tensor, ...]
 
@@ -58,7 +56,7 @@ class GroupAllToAll:
         for part, buffer in zip(parts, sent.split(sizes), strict=True):
             pack(part, buffer)
         received = torch.empty(sum(expected), dtype=torch.uint8, device=device)
-        with self._naming_problems(name):
+        with naming_problems(self._mesh, *_in_words(name)):
             work = dist.all_to_all_single(received, sent, expected, sizes, group=self._group, async_op=True)
         assert work is not None, "a member of the group gets a handle"
         others = [part for rank, part in enumerate(parts) if rank != self._own]
@@ -69,16 +67,16 @@ class GroupAllToAll:
 
     def wait(self, name: str, work: dist.Work) -> None:
         begun = time.monotonic()
-        with self._naming_problems(name):
-            work.wait(timedelta(seconds=self._mesh.timeout_seconds))
+        wait_for(work, self._mesh, *_in_words(name))
         self.waited_seconds += time.monotonic() - begun
-
-    def _naming_problems(self, name: str) -> AbstractContextManager[None]:
-        return naming_problems(self._mesh, f"not all ranks came to {name!r}", f"{name!r} failed")
 
     def _along_the_group(self, parts: Sequence[Part]) -> Sequence[Part]:
         """From the order of the sequence to that of the process group, or back."""
         return parts[::-1] if self._mesh.descending else parts
+
+
+def _in_words(name: str) -> tuple[str, str]:
+    return f"not all ranks came to {name!r}", f"{name!r} failed"
 
 
 @dataclass(frozen=True)

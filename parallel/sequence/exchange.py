@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from parallel.sequence.packing import pack, packed_bytes, unpacked
-from parallel.sequence.problems import naming_problems
+from parallel.sequence.problems import naming_problems, wait_for
 
 _LABEL_BYTES = 256
 _CHECKED_MESSAGES = 2000  # between two ranks, of one direction
@@ -79,6 +78,28 @@ class RankExchange:
         group, direction = (self._forward, "forward") if forward else (self._backward, "backward")
         return self._receive(name, like, self._mesh.global_rank(rank), group, direction)
 
+    def swap_with(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> "_Swapped":
+        """Start to send to a sequence rank of the row and to receive tensors of the same shapes from it, as
+        one operation. `take` raises what a receive does."""
+        group, device = self._mesh.row, self._mesh.world.device
+        assert group is not None, "a row of several ranks has a group"
+        other = self._mesh.global_rank(rank)
+        payload = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=device)
+        pack(tensors, payload)
+        buffers = [payload] if payload.numel() else []
+        if labelled := self._is_checked("swap", other, group):
+            buffers.insert(0, _label(name, payload.numel(), device))
+        came = [torch.empty_like(buffer) for buffer in buffers]
+        operations = [
+            dist.P2POp(operation, buffer, other, group=group)
+            for pair in zip(buffers, came, strict=True)
+            for operation, buffer in zip((dist.isend, dist.irecv), pair, strict=True)
+        ]
+        with naming_problems(self._mesh, _not_taken(name, other)):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self.bytes_sent += payload.numel()
+        return _Swapped(self, other, works, buffers, came, labelled, payload.numel())
+
     @property
     def bytes_kept(self) -> int:
         """In buffers of messages that may be on their way."""
@@ -136,9 +157,11 @@ class RankExchange:
         payload = torch.empty(expected, dtype=torch.uint8, device=self._mesh.world.device)
         if expected:
             self._take(payload, name, source, group, direction)
-        tensors = unpacked(payload, like)
-        # Own storage each, as autograd expects.
-        return tensors if len(tensors) == 1 else tuple(one.clone() for one in tensors)
+        return _owned(unpacked(payload, like))
+
+    def wait_for_swap(self, works: list[dist.Work], name: str, source: int) -> None:
+        for work in works:
+            self._wait(work, f"nothing came from rank {source} for {name!r} (both ways)")
 
     def _is_checked(self, operation: str, peer: int, group: dist.ProcessGroup) -> bool:
         """Both ends count alike: message i of one is message i of the other."""
@@ -155,9 +178,38 @@ class RankExchange:
 
     def _wait(self, work: dist.Work, problem: str) -> None:
         begun = time.monotonic()
-        with naming_problems(self._mesh, problem):
-            work.wait(timedelta(seconds=self._mesh.timeout_seconds))
+        wait_for(work, self._mesh, problem)
         self.waited_seconds += time.monotonic() - begun
+
+
+@dataclass
+class _Swapped:
+    """Messages to and from one rank on their way. came: label, if there is one, and payload."""
+
+    over: RankExchange
+    source: int
+    works: list[dist.Work]
+    sent: list[Tensor]
+    came: list[Tensor]
+    labelled: bool
+    payload_bytes: int
+
+    def take(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.over.wait_for_swap(self.works, name, self.source)
+        if self.labelled:
+            _check_label(self.came[0], name, packed_bytes(like), self.source, "both ways")
+        if packed_bytes(like) != self.payload_bytes:
+            raise ValueError(
+                f"{name!r} of {packed_bytes(like)} bytes was to come from rank {self.source} for a message "
+                f"of {self.payload_bytes} bytes; ranks at the middle need shards and heads of the same shapes"
+            )
+        payload = self.came[-1] if self.payload_bytes else self.came[0][:0]
+        return _owned(unpacked(payload, like))
+
+
+def _owned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """With storage of their own each, as autograd expects."""
+    return tensors if len(tensors) == 1 else tuple(one.clone() for one in tensors)
 
 
 def _not_taken(name: str, by: int) -> str:

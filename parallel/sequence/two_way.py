@@ -10,54 +10,58 @@ from parallel.mesh import Mesh
 from parallel.sequence.context import Exchange
 from parallel.sequence.node import Peers
 
-Like = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
+
+
+class Arrival(Protocol):
+    """What comes for what went."""
+
+    def take(self, name: str, like: Tensors) -> Tensors:
+        """Wait for it. name, like: of the message that it has to be."""
+        ...
 
 
 class Transport(Exchange, Peers, Protocol):
     """Between neighbours and between any two ranks of a row."""
 
+    def swap_with(self, rank: int, name: str, tensors: Tensors) -> Arrival:
+        """Start to send to a sequence rank and to receive tensors of the same shapes from it, as one
+        operation: neither waits in line behind a message that the other has not taken."""
+        ...
+
 
 class Meeting:
-    """What a rank has for the other half of the ranks until that takes it.
+    """What has come from the other half of the ranks for a micro-batch that this rank has not come to.
 
     Each half forwards first what begins at its end: both have sent a whole forward before either receives. On
     a GPU a message that nobody takes may hold up all that was started after it, the messages from over there
-    too: both would wait for ever. So sends to the other half are held back while a pair is `open`. Both hand
-    over, one message for one, where they receive: the first half gives before it takes, the second one after.
+    too: both would wait for ever. While a pair is open, message k to the other half therefore goes in one
+    operation with its message k to this one. They are of the same layer and edge: the ranks at the middle
+    have mirror images of the same shards.
     """
 
-    def __init__(self, in_first_half: bool) -> None:
-        self._in_first_half = in_first_half
-        self._held: dict[int, deque[Callable[[], None]]] = {}  # by world rank of the one who takes
+    def __init__(self) -> None:
+        self._arrivals: dict[int, deque[Arrival]] = {}  # by world rank that sent them
         self._is_open = False
 
     def open(self) -> None:
         self._is_open = True
 
-    def settle(self) -> None:
-        """After both forwards of a pair, or both backwards: what was not handed over yet goes now."""
-        for held in self._held.values():
-            while held:
-                held.popleft()()
-
     def close(self) -> None:
+        """Raises ValueError if something came that no layer wanted."""
         self._is_open = False
+        if left := {rank: len(arrivals) for rank, arrivals in self._arrivals.items() if arrivals}:
+            raise ValueError(f"messages from the other half that nobody took, by rank: {left}")
 
-    def send(self, to: int, tensors: Like, send: Callable[[Like], None]) -> None:
-        if not self._is_open:
-            send(tensors)
-            return
-        copies = tuple(one.detach().clone() for one in tensors)  # the caller may write into its own
-        self._held.setdefault(to, deque()).append(lambda: send(copies))
+    def send(self, to: int, swap: Callable[[], Arrival], send: Callable[[], None]) -> None:
+        if self._is_open:
+            self._arrivals.setdefault(to, deque()).append(swap())
+        else:
+            send()
 
-    def receive(self, source: int, take: Callable[[], Like]) -> Like:
-        held = self._held.get(source)
-        if held and self._in_first_half:
-            held.popleft()()
-        taken = take()
-        if held and not self._in_first_half:
-            held.popleft()()
-        return taken
+    def receive(self, source: int, name: str, like: Tensors, receive: Callable[[], Tensors]) -> Tensors:
+        arrivals = self._arrivals.get(source)
+        return arrivals.popleft().take(name, like) if arrivals else receive()
 
 
 class MeetingExchange:
@@ -70,34 +74,34 @@ class MeetingExchange:
         self._transport, self._meeting, self._mesh, self._is_across = transport, meeting, mesh, is_across
         self.has_previous, self.has_next = transport.has_previous, transport.has_next
 
-    def send_next(self, name: str, tensors: Like) -> None:
-        self._send(self._mesh.sequence_rank + 1, tensors, lambda held: self._transport.send_next(name, held))
+    def send_next(self, name: str, tensors: Tensors) -> None:
+        self._send(1, name, tensors, lambda: self._transport.send_next(name, tensors))
 
-    def send_previous(self, name: str, tensors: Like) -> None:
-        place = self._mesh.sequence_rank - 1
-        self._send(place, tensors, lambda held: self._transport.send_previous(name, held))
+    def send_previous(self, name: str, tensors: Tensors) -> None:
+        self._send(-1, name, tensors, lambda: self._transport.send_previous(name, tensors))
 
-    def receive_next(self, name: str, like: Like) -> Like:
-        place = self._mesh.sequence_rank + 1
-        return self._receive(place, lambda: self._transport.receive_next(name, like))
+    def receive_next(self, name: str, like: Tensors) -> Tensors:
+        return self._receive(1, name, like, lambda: self._transport.receive_next(name, like))
 
-    def receive_previous(self, name: str, like: Like) -> Like:
-        place = self._mesh.sequence_rank - 1
-        return self._receive(place, lambda: self._transport.receive_previous(name, like))
+    def receive_previous(self, name: str, like: Tensors) -> Tensors:
+        return self._receive(-1, name, like, lambda: self._transport.receive_previous(name, like))
 
-    def send_to(self, rank: int, name: str, tensors: Like) -> None:
-        self._send(rank, tensors, lambda held: self._transport.send_to(rank, name, held))
+    def send_to(self, rank: int, name: str, tensors: Tensors) -> None:
+        distance = rank - self._mesh.sequence_rank
+        self._send(distance, name, tensors, lambda: self._transport.send_to(rank, name, tensors))
 
-    def receive_from(self, rank: int, name: str, like: Like) -> Like:
-        return self._receive(rank, lambda: self._transport.receive_from(rank, name, like))
+    def receive_from(self, rank: int, name: str, like: Tensors) -> Tensors:
+        distance = rank - self._mesh.sequence_rank
+        return self._receive(distance, name, like, lambda: self._transport.receive_from(rank, name, like))
 
-    def _send(self, place: int, tensors: Like, send: Callable[[Like], None]) -> None:
+    def _send(self, distance: int, name: str, tensors: Tensors, send: Callable[[], None]) -> None:
+        place = self._mesh.sequence_rank + distance
         other = self._mesh.global_rank(place)
         if self._is_across(other):
-            self._meeting.send(other, tensors, send)
+            self._meeting.send(other, lambda: self._transport.swap_with(place, name, tensors), send)
         else:
-            send(tensors)
+            send()
 
-    def _receive(self, place: int, take: Callable[[], Like]) -> Like:
-        other = self._mesh.global_rank(place)
-        return self._meeting.receive(other, take) if self._is_across(other) else take()
+    def _receive(self, distance: int, name: str, like: Tensors, receive: Callable[[], Tensors]) -> Tensors:
+        other = self._mesh.global_rank(self._mesh.sequence_rank + distance)
+        return self._meeting.receive(other, name, like, receive) if self._is_across(other) else receive()

@@ -145,17 +145,6 @@ def first_forwards(world: World, layout: Layout, folder: Path, waiting: int) -> 
     return ended
 
 
-def sent_in_forwards(world: World, layout: Layout) -> list[int]:
-    """Bytes on their way as each forward of a step ends."""
-    model, mesh, engine, split, config = _parts(world, layout)
-    sent = list[int]()
-    model.norm_head.register_forward_pre_hook(lambda *_: sent.append(split.bytes_kept))
-    inputs, labels = tiny_batch(layout.tokens, layout.sequences)
-    step = TrainStep(config, engine, parameter_groups(model), split)
-    step(_micro_batches(inputs, labels, layout, mesh.data_rank), 0, stop_requested=False)
-    return sent
-
-
 def _record(split: SequenceSplit, mesh: Mesh) -> list[RecordedExchange]:
     """Filled with the log of each micro-batch, whose ranks are numbered along its sequence."""
     recorded: list[RecordedExchange] = []

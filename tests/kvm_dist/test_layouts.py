@@ -44,7 +44,7 @@ LAYOUTS = [
     Layout(sequence=4, head_parallel=2, accumulation=2, alternate=True, activation_checkpointing=True),
     Layout(sequence=2, accumulation=3, two_way=True),
     Layout(data=2, sequence=2, accumulation=6, zero_stage=0, two_way=True, activation_checkpointing=True),
-    Layout(sequence=3, accumulation=2, two_way=True, loss_chunk=100),
+    Layout(sequence=4, accumulation=2, two_way=True, loss_chunk=100),
     Layout(sequence=4, head_parallel=2, accumulation=4, two_way=True),
     Layout(loss_chunk=100, zero_stage=0),
     Layout(loss_chunk=100, data=2, accumulation=3),

@@ -11,7 +11,7 @@ from kvm_dist.plan import make_plan
 from kvm_dist.rounds import one_way, two_way
 from parallel.config import ParallelConfig
 from parallel.sequence.two_way import Meeting
-from tests.kvm_dist.layout_case import Layout, first_forwards, kept_bytes, sent_in_forwards
+from tests.kvm_dist.layout_case import Layout, first_forwards, kept_bytes
 from tests.models.tiny import tiny_config
 from tests.support.ranks import RankFailure, Ranks
 
@@ -44,58 +44,53 @@ def test_members_of_a_node_are_in_the_same_half() -> None:
     assert begins == [((0, 1), (1, 0))] * 8 + [((1, 0), (0, 1))] * 4
 
 
-def test_the_halves_hand_over_once_both_have_ended_a_forward() -> None:
-    """A GPU may run nothing beside a message that waits: tests/parallel/test_one_queue.py."""
-    with Ranks(2) as ranks:
-        found = ranks.run(sent_in_forwards, TWO_WAY)
-    for first, second in found:
-        assert first == 0
-        assert second > 0
+class Swapped:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
 
-
-@pytest.mark.parametrize("here", [1, 3])
-def test_what_one_half_has_more_to_hand_over_goes_after_its_forward(here: int) -> None:
-    sent: list[str] = []
-    first, second = Meeting(in_first_half=True), Meeting(in_first_half=False)
-    for half, count in ((first, here), (second, 2)):
-        half.open()
-        for number in range(count):
-            half.send(7, (), lambda _, number=number: sent.append(f"send {number}"))  # type: ignore[misc]
-    assert sent == []
-
-    def take() -> tuple[Tensor, ...]:
-        sent.append("take")
+    def take(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.log.append(f"{self.name} brought {name}")
         return ()
 
-    for _ in range(2):
-        first.receive(7, take)
-    first.settle()
-    turns = ["send 0", "take", "send 1", "take", "send 2"]
-    assert sent == [one for one in turns if one == "take" or int(one[-1]) < here]
-    sent.clear()
-    for _ in range(here):
-        second.receive(7, take)
-    second.settle()
-    assert (
-        sent
-        == {
-            1: ["take", "send 0", "send 1"],
-            3: ["take", "send 0", "take", "send 1", "take"],
-        }[here]
-    )
-    second.close()
-    second.send(7, (), lambda _: sent.append("at once"))
-    assert sent[-1] == "at once"
+
+def test_messages_over_the_middle_bring_those_of_the_other_half() -> None:
+    """A GPU may run nothing beside a message that waits: tests/parallel/test_one_queue.py."""
+    meeting, log = Meeting(), list[str]()
+
+    def send(name: str) -> None:
+        meeting.send(7, lambda: Swapped(log, name), lambda: log.append(f"sent {name}"))
+
+    def receive(name: str) -> None:
+        def plainly() -> tuple[Tensor, ...]:
+            log.append(f"received {name}")
+            return ()
+
+        meeting.receive(7, name, (), plainly)
+
+    meeting.open()
+    send("keys 0")
+    send("values 0")
+    receive("keys 1")
+    receive("values 1")
+    meeting.close()
+    send("keys 2")
+    receive("gradient 2")
+    swapped = ["keys 0 brought keys 1", "values 0 brought values 1"]
+    assert log == [*swapped, "sent keys 2", "received gradient 2"]
+    meeting.open()
+    send("keys 3")
+    with pytest.raises(ValueError, match=r"that nobody took, by rank: \{7: 1\}"):
+        meeting.close()
 
 
-def test_what_was_sent_is_kept_for_two_pairs() -> None:
-    layout = Layout(sequence=2, accumulation=5, sequences=5, layers=("kvm", "rwkv7"), two_way=True)
-    with Ranks(2) as ranks:
+def test_what_was_sent_is_kept_for_two_pairs_but_over_the_middle() -> None:
+    layout = Layout(sequence=4, accumulation=5, sequences=5, layers=("kvm", "rwkv7"), two_way=True)
+    with Ranks(4) as ranks:
         found = ranks.run(kept_bytes, layout)
     for of_step, _ in found:
         pair, two_pairs, pair_and_one = of_step
         assert two_pairs == 2 * pair
-        assert pair < pair_and_one < two_pairs
+        assert pair < pair_and_one
 
 
 def run_config(accumulation: int = 2, **parallel: Any) -> RunConfig:
@@ -123,6 +118,7 @@ def test_the_plan_counts_both_micro_batches_of_a_pair() -> None:
         ({"zero_stage": 2}, "ranks would meet in every layer"),
         ({"zero_stage": 3}, "use parallel.zero_stage=1 or parallel.alternate_chain=true"),
         ({"alternate_chain": True}, "leave out parallel.alternate_chain"),
+        ({"head_parallel": 4}, "in the middle of an even number of ranks or nodes, not of 1"),
     ],
 )
 def test_what_two_ways_cannot_go_with_is_refused(given: dict[str, Any], said: str) -> None:

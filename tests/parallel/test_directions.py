@@ -1,6 +1,7 @@
 """Which process group carries what: between two ranks, each group has messages of one way only."""
 
 from collections import defaultdict
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,14 +10,19 @@ import torch
 from parallel.mesh import Mesh
 from parallel.sequence import exchange as exchanges
 from parallel.sequence.exchange import RankExchange
+from parallel.sequence.problems import wait_for
 from parallel.world import World
 
 SIZE = 4
 
 
 class Arrived:
-    def wait(self, timeout: Any) -> None:
+    def __init__(self) -> None:
+        self.waited: list[tuple[Any, ...]] = []
+
+    def wait(self, *timeout: Any) -> None:
         """At once."""
+        self.waited.append(timeout)
 
 
 def exchange_of(rank: int, turned: bool) -> RankExchange:
@@ -24,6 +30,17 @@ def exchange_of(rank: int, turned: bool) -> RankExchange:
     groups: dict[str, Any] = {"forward": "forward", "backward": "backward"}
     mesh = Mesh(world, 0, 1, rank, SIZE, 10.0, **groups)
     return RankExchange(mesh.turned() if turned else mesh, checked_messages=0)
+
+
+@pytest.mark.parametrize(("backend", "given"), [("gloo", (timedelta(seconds=10),)), ("nccl", ())])
+def test_the_host_does_not_stand_still_for_what_the_device_waits_for(
+    backend: str, given: tuple[timedelta, ...]
+) -> None:
+    """NCCL's `wait` lets the host go on unless it is given a time-out."""
+    world = World(0, SIZE, 0, SIZE, 0, torch.device("cpu"), backend)
+    work: Any = Arrived()
+    wait_for(work, Mesh(world, 0, 1, 0, SIZE, 10.0), "nothing came")
+    assert work.waited == [given]
 
 
 @pytest.mark.parametrize("turned", [False, True])

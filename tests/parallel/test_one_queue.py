@@ -21,7 +21,7 @@ from parallel.mesh import Mesh
 from parallel.sequence.context import HeadSplit, WholeSequence
 from parallel.sequence.ranks import RankedSequence
 from parallel.sequence.truncated import TruncatedExchange
-from parallel.sequence.two_way import Meeting, MeetingExchange
+from parallel.sequence.two_way import Arrival, Meeting, MeetingExchange
 from tests.models.kvm.cases import random_case
 from tests.models.kvm.test_nodes import run_nodes
 from tests.models.kvm.test_ranks import run_shards
@@ -91,16 +91,22 @@ class TwoWays:
         """Logits of each micro-batch by place, gradients by rank."""
         model, spans = tiny_model([*LAYERS[:-1], *RECURRENCES]), list(pairwise(CUTS))
         ranks, peers = len(spans), [[LogicalPeers(len(spans), timeout_seconds) for _ in "ab"] for _ in "ab"]
-        other_way = queue_exchanges(ranks, timeout_seconds)
+        other_way, row = queue_exchanges(ranks, timeout_seconds), LogicalPeers(ranks, timeout_seconds)
+        across = [row.of(rank) for rank in range(ranks)]
         parts: list[list[Any]] = [[None] * ranks, [None] * ranks]
 
         def step(rank: int, exchange: QueueExchange) -> dict[str, Tensor]:
-            own, meeting = copy.deepcopy(model), Meeting(in_first_half(rank, ranks, self.size))
+            own, meeting = copy.deepcopy(model), Meeting()
             losses: dict[int, Tensor] = {}
 
             def forward(number: int) -> None:
                 place = ranks - 1 - rank if number else rank
-                transport = _Both(other_way[place] if number else exchange, peers[number][0].of(place))
+                transport = _Both(
+                    other_way[place] if number else exchange,
+                    peers[number][0].of(place),
+                    across[rank],
+                    ranks - 1 if number else None,
+                )
                 mesh = cast(Mesh, _Place(place, turned=number == 1, ranks=ranks))
                 halves = [in_first_half(one, ranks, self.size) for one in range(ranks)]
                 way = MeetingExchange(transport, meeting, mesh, lambda one: halves[one] != halves[rank])
@@ -122,10 +128,9 @@ class TwoWays:
                     meeting.open()
                 for number in forwards:
                     forward(number)
-                meeting.settle()
                 for number in backwards:
                     losses[number].backward()
-                meeting.settle()
+                meeting.close()
             return {name: one.grad for name, one in own.named_parameters() if one.grad is not None}
 
         return parts, run_logical_ranks(ranks, step, timeout_seconds)
@@ -165,13 +170,20 @@ class _Place:
 
 
 class _Both:
-    """The `Transport` of a logical rank."""
+    """The `Transport` of a logical rank. across: its peers by rank of the row; last: of the row, where the
+    sequence begins there."""
 
-    def __init__(self, exchange: QueueExchange, peers: QueuePeers) -> None:
+    def __init__(
+        self, exchange: QueueExchange, peers: QueuePeers, across: QueuePeers, last: int | None
+    ) -> None:
+        self.across, self.last = across, last
         self.has_previous, self.has_next = exchange.has_previous, exchange.has_next
         self.send_next, self.send_previous = exchange.send_next, exchange.send_previous
         self.receive_next, self.receive_previous = exchange.receive_next, exchange.receive_previous
         self.send_to, self.receive_from = peers.send_to, peers.receive_from
+
+    def swap_with(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> Arrival:
+        return self.across.swap_with(rank if self.last is None else self.last - rank, name, tensors)
 
 
 def test_ranks_that_both_send_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

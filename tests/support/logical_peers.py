@@ -1,5 +1,6 @@
 """`Peers` among the logical ranks of one process."""
 
+from dataclasses import dataclass
 from queue import Empty, Queue
 
 from torch import Tensor
@@ -30,6 +31,13 @@ class QueuePeers:
         self._ways, self._rank, self._timeout_seconds = ways, rank, timeout_seconds
 
     def send_to(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> None:
+        self.put(rank, name, tensors)
+
+    def swap_with(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> "Swapped":
+        self.put(rank, name, tensors)
+        return Swapped(self, rank)
+
+    def put(self, rank: int, name: str, tensors: tuple[Tensor, ...]) -> None:
         self.sent.append((rank, name, sum(tensor.nbytes for tensor in tensors)))
         self._ways[self._rank, rank].put((name, tuple(tensor.detach().clone() for tensor in tensors)))
 
@@ -43,3 +51,14 @@ class QueuePeers:
         wanted = [(tuple(tensor.shape), tensor.dtype) for tensor in like]
         assert got == wanted, f"{name}: wanted {wanted}, got {got}"
         return arrived
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What comes from a rank for what went there."""
+
+    peers: QueuePeers
+    rank: int
+
+    def take(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.peers.receive_from(self.rank, name, like)

@@ -44,6 +44,12 @@ def one_queue(patched: pytest.MonkeyPatch, silence_seconds: float = SILENCE_SECO
         self._ways[rank, self._rank].task_done()
         return found
 
+    def swap_with(self: QueuePeers, rank: int, name: str, tensors: tuple[Tensor, ...]) -> "_Taken":
+        self.put(rank, name, tensors)
+        came = self._ways[rank, self._rank].get(timeout=silence_seconds)
+        self._ways[rank, self._rank].task_done()
+        return _Taken(*came)
+
     def start(self: LogicalAllToAll, name: str, parts: Sequence[Part], like: Sequence[Part]) -> _Landed:
         for member, part in zip(self.members, parts, strict=True):
             if member != self.rank:
@@ -60,7 +66,20 @@ def one_queue(patched: pytest.MonkeyPatch, silence_seconds: float = SILENCE_SECO
     patched.setattr(QueueExchange, "_receive", received)
     patched.setattr(QueuePeers, "send_to", send_to)
     patched.setattr(QueuePeers, "receive_from", receive_from)
+    patched.setattr(QueuePeers, "swap_with", swap_with)
     patched.setattr(LogicalAllToAll, "start", start)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    name: str
+    tensors: tuple[Tensor, ...]
+
+    def take(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert name == self.name, f"wanted {name}, got {self.name}"
+        got, wanted = ([(one.shape, one.dtype) for one in each] for each in (self.tensors, like))
+        assert got == wanted, f"{name}: wanted {wanted}, got {got}"
+        return self.tensors
 
 
 @dataclass(frozen=True)

@@ -188,21 +188,23 @@ def _serve(rank: int, size: int, port: int, group_timeout_seconds: float, pipe: 
     leave_world()
 
 
-def _remembered_groups() -> list[dist.ProcessGroup]:
-    """Filled with the groups of every mesh from now on."""
-    made: list[dist.ProcessGroup] = []
+def _remembered_groups() -> list[str]:
+    """Filled with the names of the groups of every mesh from now on: whoever held the groups themselves would
+    keep their connections."""
+    made: list[str] = []
     make: Callable[..., dist.ProcessGroup] = meshes._own_group
 
     def remember(*args: Any) -> dist.ProcessGroup:
-        made.append(make(*args))
-        return made[-1]
+        group = make(*args)
+        made.append(group.group_name)
+        return group
 
     setattr(meshes, "_own_group", remember)  # noqa: B010  # a name that types know
     return made
 
 
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
+def _destroy(names: list[str]) -> None:
     """Each has threads that look for messages a hundred times a second, whoever waits for some."""
-    while groups:
-        dist.destroy_process_group(groups.pop())
+    while names:
+        dist.destroy_process_group(dist.distributed_c10d._resolve_process_group(names.pop()))
     gc.collect()
