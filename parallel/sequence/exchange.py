@@ -90,6 +90,7 @@ class RankExchange:
         if labelled := self._is_checked("swap", other, group):
             buffers.insert(0, _label(name, payload.numel(), device))
         came = [torch.empty_like(buffer) for buffer in buffers]
+        arriving = came[-1] if payload.numel() else torch.empty_like(payload)
         operations = [
             dist.P2POp(operation, buffer, other, group=group)
             for pair in zip(buffers, came, strict=True)
@@ -98,7 +99,7 @@ class RankExchange:
         with naming_problems(self._mesh, _not_taken(name, other)):
             works = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += payload.numel()
-        return _Swapped(self, other, works, buffers, came, labelled, payload.numel())
+        return _Swapped(self, other, works, buffers, came[0] if labelled else None, arriving)
 
     @property
     def bytes_kept(self) -> int:
@@ -184,27 +185,25 @@ class RankExchange:
 
 @dataclass
 class _Swapped:
-    """Messages to and from one rank on their way. came: label, if there is one, and payload."""
+    """Messages to and from one rank on their way. label, payload: what comes."""
 
     over: RankExchange
     source: int
     works: list[dist.Work]
     sent: list[Tensor]
-    came: list[Tensor]
-    labelled: bool
-    payload_bytes: int
+    label: Tensor | None
+    payload: Tensor
 
     def take(self, name: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.over.wait_for_swap(self.works, name, self.source)
-        if self.labelled:
-            _check_label(self.came[0], name, packed_bytes(like), self.source, "both ways")
-        if packed_bytes(like) != self.payload_bytes:
+        if self.label is not None:
+            _check_label(self.label, name, packed_bytes(like), self.source, "both ways")
+        if packed_bytes(like) != self.payload.numel():
             raise ValueError(
                 f"{name!r} of {packed_bytes(like)} bytes was to come from rank {self.source} for a message "
-                f"of {self.payload_bytes} bytes; ranks at the middle need shards and heads of the same shapes"
+                f"of {self.payload.numel()} bytes; ranks at the middle need shards and heads of one shape"
             )
-        payload = self.came[-1] if self.payload_bytes else self.came[0][:0]
-        return _owned(unpacked(payload, like))
+        return _owned(unpacked(self.payload, like))
 
 
 def _owned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
