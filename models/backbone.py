@@ -51,13 +51,16 @@ class Backbone(nn.Module):
         labels: Tensor | None = None,
         loss_chunk: int | None = None,
         each: bool = False,
+        last: bool = False,
     ) -> Tensor:
-        """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V].
+        """input_ids [B, T] int64, standing at positions context.start, ... -> logits [B, T, V]; with `last`
+        those after the last token alone, [B, 1, V].
 
         With labels [B, T] the sum of the losses against them, 0-dim, or with `each` the loss of every token,
         [B, T]: of `loss_chunk` tokens at a time, so that the logits of all tokens are never there at once.
         """
-        return self.head(self.features(input_ids, context), labels, loss_chunk, each)
+        features = self.features(input_ids, context)
+        return self.head(features[:, -1:] if last else features, labels, loss_chunk, each)
 
     def features(self, input_ids: Tensor, context: SequenceContext) -> Tensor:
         """What the head reads: input_ids [B, T] -> [B, T, d], normed."""
