@@ -64,16 +64,7 @@ def join_world(
             "many processes"
         )
     torch_device = _device(device, placement)
-    backend = (
-        config.backend if config.backend != "auto" else ("nccl" if torch_device.type == "cuda" else "gloo")
-    )
-    if backend == "nccl" and torch_device.type != "cuda":
-        raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
-    if backend == "gloo" and torch_device.type == "cuda" and config.sequence > 1:
-        raise ValueError(
-            "parallel.backend=gloo takes messages between sequence ranks from a CPU's memory; this run is on "
-            "GPUs: use nccl or auto"
-        )
+    backend = _backend(config, torch_device)
     shared = _threads(placement)
     torch.set_num_threads(config.threads_per_rank or threads_from_environment(os.environ) or shared)
     if torch_device.type == "cpu":
@@ -102,6 +93,19 @@ def join_world(
         device=torch_device,
         backend=backend,
     )
+
+
+def _backend(config: ParallelConfig, device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    backend = config.backend if config.backend != "auto" else ("nccl" if on_gpu else "gloo")
+    if backend == "nccl" and not on_gpu:
+        raise ValueError("parallel.backend=nccl needs GPUs; this run is on the CPU: use gloo or auto")
+    if backend == "gloo" and on_gpu and config.sequence > 1:
+        raise ValueError(
+            "parallel.backend=gloo takes messages between sequence ranks from a CPU's memory; this run is on "
+            "GPUs: use nccl or auto"
+        )
+    return backend
 
 
 def leave_world() -> None:

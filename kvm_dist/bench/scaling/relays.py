@@ -6,6 +6,7 @@ closed forms of models/messages.py.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvm_dist.bench.scaling.cluster import Cluster
 from kvm_dist.bench.scaling.program import Program, Receive, Send, Step, Work
@@ -32,6 +33,10 @@ class RankEdges:
     ranks: int
     before: dict[str, int]  # over the edge to the previous rank
     after: dict[str, int]
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.ranks - 1
 
     @classmethod
     def all(cls, model: ModelConfig, spans: Spans) -> "list[RankEdges]":
@@ -92,19 +97,35 @@ def kvm_relay(cluster: Cluster, model: ModelConfig, spans: Spans, groups: int = 
     return programs
 
 
-def _kvm_forward(place: RankEdges, layer: int, work: KVMWork, beside: Outside, groups: int) -> Iterator[Step]:
-    yield Work("project", beside.project, "forward", layer)
-    yield from place.swap(layer, "kvm.shift")
-    yield from place.swap(layer, "kvm.window")
+class Edges(Protocol):
+    """What `hand_over` asks of a rank."""
+
+    @property
+    def last(self) -> bool: ...
+
+    def give(self, layer: int, name: str, parts: int = 1) -> Iterator[Step]: ...
+
+    def take(self, layer: int, name: str) -> Iterator[Step]: ...
+
+
+def hand_over(place: Edges, layer: int, work: KVMWork, groups: int) -> Iterator[Step]:
+    """Keys routed and handed on, in groups of heads, then values."""
     for _ in range(groups):
         yield from place.take(layer, "kvm.keys")
         yield Work("route", work.route / groups, "forward", layer)
         yield from place.give(layer, "kvm.keys", groups)
     for _ in range(groups):
         yield from place.take(layer, "kvm.values")
-        if place.rank < place.ranks - 1:
+        if not place.last:
             yield Work("values", work.values / groups, "forward", layer)
         yield from place.give(layer, "kvm.values", groups)
+
+
+def _kvm_forward(place: RankEdges, layer: int, work: KVMWork, beside: Outside, groups: int) -> Iterator[Step]:
+    yield Work("project", beside.project, "forward", layer)
+    yield from place.swap(layer, "kvm.shift")
+    yield from place.swap(layer, "kvm.window")
+    yield from hand_over(place, layer, work, groups)
     yield Work("attend", work.attend + beside.output, "forward", layer)
     yield from place.swap(layer, "feed_forward.shift")
     yield Work("feed-forward", beside.feed_forward, "forward", layer)

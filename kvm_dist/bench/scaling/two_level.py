@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvm_dist.bench.scaling.cluster import Cluster
 from kvm_dist.bench.scaling.program import Begin, End, Program, Receive, Send, Step, Work
-from kvm_dist.bench.scaling.relays import RankEdges, edge_bytes, kvm_backward
+from kvm_dist.bench.scaling.relays import RankEdges, edge_bytes, hand_over, kvm_backward
 from kvm_dist.bench.scaling.swaps import Swap
 from kvm_dist.bench.scaling.work import (
     BACKWARD_FACTOR,
@@ -200,7 +200,7 @@ class _HeadMember:
     groups: int
 
     def forward(self, layer: int) -> Iterator[Step]:
-        place, work, beside, groups = self.place, self.work, self.beside, self.groups
+        place, work, beside = self.place, self.work, self.beside
         yield Work("project", beside.unfinished, "forward", layer)
         for name, seconds, swap in (
             ("key", beside.finish_key, self.states),
@@ -213,15 +213,7 @@ class _HeadMember:
             yield from self.states.land(f"{layer}.kvm.node.{name}", "forward", layer)
         yield from place.give(layer, "kvm.window")
         yield from place.take(layer, "kvm.window")
-        for _ in range(groups):
-            yield from place.take(layer, "kvm.keys")
-            yield Work("route", work.route / groups, "forward", layer)
-            yield from place.give(layer, "kvm.keys", groups)
-        for _ in range(groups):
-            yield from place.take(layer, "kvm.values")
-            if not place.last:
-                yield Work("values", work.values / groups, "forward", layer)
-            yield from place.give(layer, "kvm.values", groups)
+        yield from hand_over(place, layer, work, self.groups)
         yield from self.queries.land(f"{layer}.kvm.node.query", "forward", layer)
         yield Work("attend", work.attend, "forward", layer)
         yield from self.queries.at_once(f"{layer}.kvm.node.outputs", "forward", layer)
